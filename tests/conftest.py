@@ -60,14 +60,14 @@ needs_scroll_data = pytest.mark.skipif(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test that takes too long ends its process; trainers that it has started must not go on without it."""
+    """A timeout ends the process of a test; trainers that it started must end too."""
     orphans.watch_over_this_process()
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         _rewrite_asserts_once(config)
 
 
 def _rewrite_asserts_once(config: pytest.Config) -> None:
-    """Else each process does it for all files of a new clone: 12 s of CPU.  pytest has no public function for it."""
+    """Otherwise each process rewrites all files of a new clone: 12 s of CPU.  pytest has no public function for it."""
     state = config.stash.get(rewrite.assertstate_key, None)
     if state is None or sys.dont_write_bytecode:
         return
@@ -104,12 +104,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def textured(shape: tuple[int, ...], seed: int = 0, dtype: str = "uint8") -> np.ndarray[Any, Any]:
-    """Voxels that are all different enough for a misplaced patch to show: 1..200, never the fill value 0."""
+    """Voxels 1..200, never the fill value 0, varied enough to reveal a misplaced patch."""
     return np.random.default_rng(seed).integers(1, 200, shape).astype(dtype)
 
 
 def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **options: Any) -> Path:
-    """A bare zarr v2 array in blosc-zstd chunks, as the real scrolls have them, or what `options` say."""
+    """Write a bare zarr v2 array in blosc-zstd chunks, like the real scrolls, or as in `options`."""
     defaults: dict[str, Any] = {
         "zarr_format": 2,
         "compressors": numcodecs.Blosc(cname="zstd", clevel=3, shuffle=0),
@@ -126,7 +126,7 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
 
 
 STORED_AIR: dict[str, Any] = {"config": {"write_empty_chunks": True}}
-"""For `write_array`: chunks of nothing but the fill value are stored too."""
+"""For `write_array`: store chunks of only the fill value too."""
 
 
 @pytest.fixture(autouse=True)
@@ -145,14 +145,14 @@ def _package_log_as_at_the_start() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probes and psutil read this machine again after a test with a recorded one (`system_trees`)."""
+    """Let the probes and psutil read this machine again after a test with a recorded one (`system_trees`)."""
     monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc")
     monkeypatch.setattr(files, "SYSFS_PATH", Path("/sys"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What reads for `volume verify` is forked: a new process takes a second to import zarr."""
+    """Fork the readers of `volume verify`: a new process takes a second to import zarr."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "multiprocessing", forked.STAND_IN)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
@@ -161,7 +161,7 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True, scope="session")
 def the_machine_is_measured_once() -> Iterator[None]:
-    """It stays the same: half a second of CPU for each run, dry run and sampling."""
+    """Saves half a second of CPU per run, dry run and sampling."""
     measured = {
         "training.forecast.start_log": ("convolution_flops_s",),
         "runlog.run_dir": ("installed_version", "_commit"),
@@ -176,7 +176,7 @@ def the_machine_is_measured_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def written_volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `volume` is copied from, in a sixth of the time that writing it takes."""
+    """The source of `volume`; a copy takes a sixth of the time of writing it."""
     return write_array(tmp_path_factory.mktemp("written") / "volume.zarr", textured((96, 128, 128)))
 
 
@@ -188,7 +188,7 @@ def volume(tmp_path: Path, written_volume: Path) -> Path:
 
 @pytest.fixture
 def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
-    """Writes a config of seconds on one core; keyword arguments replace keys of its sections."""
+    """Write a config that runs for seconds on one core; keyword arguments replace keys of its sections."""
 
     def write(name: str = "tiny", **sections: dict[str, Any]) -> Path:
         config = tiny_sections(name, volume)
@@ -203,7 +203,7 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def of_two_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of two micro-batches, for tests of what a step adds up; others take half the time with one."""
+    """Use two micro-batches per step, for tests of accumulation; other tests take half the time with one."""
     monkeypatch.setitem(TINY_TRAINING, "accumulate_steps", 2)
 
 
@@ -212,7 +212,7 @@ _ray: list[Any] = []
 
 @pytest.fixture
 def ray_cluster() -> None:
-    """A private Ray, one for tests that follow each other: it takes 6 s of CPU to start, and 3 % of a core idle."""
+    """A private Ray, shared by consecutive tests: it takes 6 s of CPU to start, and 3 % of a core when idle."""
     from vesuvius.config import ClusterConfig
     from vesuvius.stream.ray.session import Session
 
@@ -231,7 +231,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
 
 
 def _end_ray() -> None:
-    """And see to it that no process of it stays."""
+    """Shut Ray down, and make sure that none of its processes remain."""
     ours = list[psutil.Process]()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -243,7 +243,7 @@ def _end_ray() -> None:
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that are still there after so many seconds; a zombie is gone."""
+    """The processes that still exist after `seconds`; zombies count as gone."""
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -258,7 +258,7 @@ def _needs_ray(item: pytest.Item) -> bool:
 def run_vesuvius(
     *arguments: object, cwd: Path, timeout: float = 240, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m vesuvius.<command> ...` as a user would."""
+    """Run `python -m vesuvius <command> ...` as a user would."""
     command, *rest = map(str, arguments)
     return fork_server.run(
         [sys.executable, "-m", "vesuvius", command, *rest],

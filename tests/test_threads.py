@@ -1,4 +1,4 @@
-"""Work on a thread of its own hands over all that it returns or raises, and holds on to none of it."""
+"""`on_thread` passes on any result or error, without keeping a reference."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from vesuvius.threads import on_thread
 
 
-def test_it_runs_on_a_daemon_thread_of_the_name_given() -> None:
+def test_functions_run_on_a_named_daemon_thread() -> None:
     thread = on_thread(threading.current_thread, name="mine").result()
     assert (thread.name, thread.daemon) == ("mine", True)
     assert thread is not threading.current_thread()
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
-def test_every_error_goes_through_the_future(error: BaseException) -> None:
+def test_every_error_is_set_on_the_future(error: BaseException) -> None:
     def fails(given: BaseException) -> None:
         raise given
 
@@ -27,11 +27,11 @@ def test_every_error_goes_through_the_future(error: BaseException) -> None:
 
 
 class Large:
-    """Something that the failed work had in hand."""
+    """An object that a frame of the failed call refers to."""
 
 
 def test_an_error_is_freed_with_its_future() -> None:
-    """A cycle would keep what the frames of a failed copy hold until the garbage collector comes."""
+    """A reference cycle would keep the frames of a failed call alive until garbage collection."""
     seen: list[weakref.ref[Large]] = []
 
     def fails() -> None:

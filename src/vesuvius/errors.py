@@ -1,6 +1,6 @@
-"""What can go wrong for a user, and the exit code of the process that each kind ends in.
+"""Errors a user can cause, and the exit codes of the process.
 
-A message has three parts: the rule, the value received, what to change.
+A message leads with what failed, then the value, then the remedy.
 """
 
 import logging
@@ -16,7 +16,7 @@ EXIT_GPU_MEMORY = 3
 EXIT_GUARD = 4
 EXIT_NONFINITE = 5
 EXIT_DATA = 6
-# Of `vesuvius memcheck` alone.
+# Only for `vesuvius memcheck`.
 EXIT_MEMORY_WARN = 10
 EXIT_MEMORY_CRITICAL = 11
 EXIT_MEMORY_KILL = 12
@@ -28,12 +28,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class VesuviusError(Exception):
-    """Base of all errors with a message for the user; ends the process with `exit_code`."""
+    """Base of all errors with a message for the user; the process exits with `exit_code`."""
 
     exit_code = EXIT_ERROR
 
     def __reduce__(self) -> Any:
-        """Pickles also where the constructor takes other parameters than the message."""
+        """Pickle even if the constructor takes other parameters than the message."""
         return _unpickled, (type(self), str(self), vars(self))
 
 
@@ -54,7 +54,7 @@ class GpuMemoryError(VesuviusError):
     """The GPU has less memory than the step needs.
 
     Attributes:
-        remedy: what to change, overrides included; part of the message.
+        remedy: what to change, including overrides; part of the message.
     """
 
     exit_code = EXIT_GPU_MEMORY
@@ -65,16 +65,16 @@ class GpuMemoryError(VesuviusError):
 
 
 class NoRunError(VesuviusError):
-    """There is no such run, or process, to look at."""
+    """There is no such run or process."""
 
     exit_code = EXIT_NO_RUN
 
 
 class NonFiniteError(VesuviusError):
-    """A loss, a gradient or a sample was infinite or NaN, in training `training.max_nonfinite` times in a row.
+    """A loss, gradient or sample was infinite or NaN; in training `training.max_nonfinite` times in a row.
 
     Attributes:
-        step: the training step that was the last of them, counted from 1; 0 elsewhere.
+        step: the last such training step, counted from 1; 0 outside training.
     """
 
     exit_code = EXIT_NONFINITE
@@ -85,13 +85,13 @@ class NonFiniteError(VesuviusError):
 
 
 class DataError(VesuviusError):
-    """A volume is missing, malformed, unreadable or too small for what is asked of it."""
+    """A volume is missing, malformed, unreadable or too small."""
 
     exit_code = EXIT_DATA
 
 
 class StorageError(DataError):
-    """The run directory cannot be written, or what lies in it is damaged."""
+    """A file cannot be written, or a file in the run directory is damaged."""
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def storage_errors(target: str, remedy: str, but: tuple[type[OSError], ...] = ()
 
 
 def one_line(error: BaseException | str, limit: int = 200) -> str:
-    """The text of an error without line breaks and terminal colours, shortened."""
+    """The text of an error on one line, without terminal colors, shortened."""
     text = " ".join(_ANSI.sub("", str(error)).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -119,7 +119,7 @@ _warned = set[tuple[str, object]]()
 
 
 def warn_once(text: str, subject: object, *arguments: object) -> None:
-    """Log a warning about an address, a volume or a folder, unless this process has."""
+    """Log a warning about a subject (an address, a volume or a folder) once per process."""
     if (text, subject) not in _warned:
         _warned.add((text, subject))
         logging.getLogger(__name__).warning(text, subject, *arguments)

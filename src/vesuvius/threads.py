@@ -1,4 +1,4 @@
-"""Work on a thread of its own, and what all threads of this process do."""
+"""Daemon threads, calls with a timeout, and the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def on_thread(function: Callable[..., T], *arguments: Any, name: str) -> Future[T]:
-    """Call a function on a daemon thread, for which the interpreter does not wait, as it would for an executor's.
+    """Call a function on a daemon thread, which the interpreter does not wait for at exit, unlike an executor's.
 
     Returns:
-        What it returns or raises, of whatever kind: an error of which nobody asks the future is lost.
+        A future for its result or any error it raises; an error is lost if nobody reads the future.
 
     Raises:
         RuntimeError: no thread can be started.
@@ -31,14 +31,14 @@ def _run(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ..
         future.set_result(function(*arguments))
     except BaseException as error:
         future.set_exception(error)
-        del future  # it holds the error, whose traceback holds this frame
+        del future  # breaks the cycle future -> error -> traceback -> this frame
 
 
 def thread_stacks() -> Iterator[str]:
-    """The stacks of all threads of this process, as faulthandler writes them, but with names, and of more than 100.
+    """The stacks of all threads, in the format of faulthandler, but with names and without its limit of 100 threads.
 
-    Opens no file, as traceback does for the lines of source: the disk may be what hangs.  Threads that run Python code
-    go on meanwhile, so their stacks may mix two moments.
+    Opens no source files, because the disk may be what hangs.  Python threads keep running, so a stack may be
+    inconsistent.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for thread, top in sys._current_frames().items():
@@ -51,11 +51,11 @@ def thread_stacks() -> Iterator[str]:
 
 
 class BoundedCall(Generic[T]):
-    """A call that may never return, such as one to a driver that hangs, waited for only so long.  For one caller only.
+    """A call with a timeout, for functions that may hang, such as those of a driver.  For a single caller.
 
     Args:
         function: takes no arguments.
-        wait_s: how long a call is waited for.
+        wait_s: timeout of a call.
     """
 
     def __init__(self, function: Callable[[], T], wait_s: float) -> None:
@@ -66,14 +66,13 @@ class BoundedCall(Generic[T]):
 
     @property
     def is_running(self) -> bool:
-        """Whether the function has been called and has not returned yet."""
+        """Whether a call has started and not yet returned."""
         return self._call is not None and not self._call.done()
 
     def __call__(self) -> T | None:
-        """Return what the function returns; None while it takes longer: it is not called again before it has ended.
+        """The function's result; None after the timeout, or if no thread can be started.  Raises what it raises.
 
-        What comes late is returned by the next call.  None, too, where no thread can be started.  Raises what the
-        function raises.
+        A late result is returned by the next call; until then the function is not called again.
         """
         if self._call is None:
             try:
@@ -87,4 +86,4 @@ class BoundedCall(Generic[T]):
         try:
             return call.result()
         finally:
-            del call  # an error that it holds refers to this frame
+            del call  # breaks the cycle call -> error -> this frame

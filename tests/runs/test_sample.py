@@ -249,7 +249,7 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     volume = ("--shape", "12,24,24", "--workers", 1)
     assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2, "--guide", earlier) == 0
     assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2) == 2, "another volume, not the same one"
-    assert "guide_sha256 null (there: " in capsys.readouterr().err
+    assert "guide_sha256 null (was " in capsys.readouterr().err
 
 
 @in_plain

@@ -95,7 +95,7 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert "is already there: 12x24x24 uint8" in capsys.readouterr().out
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
-    assert "big.zarr was begun with other arguments: seed 1 (there: 0)" \
+    assert "big.zarr was started with other arguments: seed 1 (was 0)" \
         in capsys.readouterr().err  # fmt: skip
     assert voxels(out).tobytes() == before
 
@@ -231,7 +231,7 @@ def test_another_network_or_mask_does_not_continue_the_volume(
     assert "is already there" in capsys.readouterr().out
     zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
     assert draws(out, *arguments) == 2
-    assert "was begun with other arguments: given {" in capsys.readouterr().err
+    assert "was started with other arguments: given {" in capsys.readouterr().err
     out = tmp_path / "other.zarr"
     assert draws(out, *arguments) == 0
     checkpoint = max((run / "checkpoints").glob("step_*"))
@@ -241,7 +241,7 @@ def test_another_network_or_mask_does_not_continue_the_volume(
     manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert draws(out, *arguments) == 2
-    assert re.search(r"other arguments: weights_sha256 \S+ \(there: ", capsys.readouterr().err)
+    assert re.search(r"other arguments: weights_sha256 \S+ \(was ", capsys.readouterr().err)
 
 
 def test_a_too_small_gpu_or_disk_is_refused_with_the_remedy(

@@ -1,4 +1,4 @@
-"""A copied box equals the box, however often its process was killed; nothing is fetched twice without need."""
+"""A copy equals the box even after kills, and fetches nothing twice without need."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def server(tmp_path: Path) -> Iterator[ChunkServer]:
     ],
     ids=["v2", "v2-dots-raw", "v3", "v3-sharded"],
 )
-def test_a_copy_equals_the_box_whatever_the_source(tmp_path: Path, dtype: str, start: Triple, layout: Any) -> None:
+def test_a_copy_equals_its_box(tmp_path: Path, dtype: str, start: Triple, layout: Any) -> None:
     voxels = textured((96, 80, 96)).astype(dtype)
     source = write_array(tmp_path / "v.zarr", voxels, chunk=16, **layout)
     figures = copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", start, SIZE), QUICK)
@@ -77,7 +77,7 @@ def test_a_copy_equals_the_box_whatever_the_source(tmp_path: Path, dtype: str, s
 
 
 @pytest.mark.parametrize("start", [(0, 16, 32), START], ids=["aligned", "amid chunks"])
-def test_each_chunk_of_a_remote_source_is_fetched_once_and_a_finished_copy_is_left_alone(
+def test_remote_chunks_are_fetched_once_and_a_finished_copy_is_unchanged(
     tmp_path: Path, server: ChunkServer, start: Triple
 ) -> None:
     voxels = textured((96, 80, 96))
@@ -100,7 +100,7 @@ def test_each_chunk_of_a_remote_source_is_fetched_once_and_a_finished_copy_is_le
 
 
 def chunks_fetched(server: ChunkServer) -> Counter[str]:
-    """How often each chunk was asked for; metadata, and looks whether it is there, are left out."""
+    """Number of requests per chunk, without metadata and existence checks."""
     stats = server.stats()
     paths = Counter(stats["paths"]) - Counter(stats["looks"])
     return Counter({path: count for path, count in paths.items() if path.rpartition("/")[2].isdecimal()})
@@ -140,7 +140,7 @@ def write_level(path: Path, transforms: list[dict[str, Any]], of_all: list[dict[
         ),
     ],
 )
-def test_the_place_of_the_box_is_kept(
+def test_a_copy_keeps_the_position_of_its_box(
     tmp_path: Path, transforms: Any, of_all: Any, unit: str | None, scale: list[float], corner: list[float]
 ) -> None:
     write_level(tmp_path / "v.zarr", transforms, of_all, unit)
@@ -161,7 +161,7 @@ def test_the_place_of_the_box_is_kept(
     ("dtype", "fill"),
     [("bool", True), ("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("float16", 0.5)],
 )
-def test_a_copy_keeps_dtype_fill_value_and_air_and_halves_in_it(tmp_path: Path, dtype: str, fill: Any) -> None:
+def test_a_copy_keeps_dtype_fill_value_and_air(tmp_path: Path, dtype: str, fill: Any) -> None:
     scan = textured((48, 37, 33))
     voxels = (scan > 100) if dtype == "bool" else (scan // 2).astype(dtype)
     voxels[16:32] = fill
@@ -192,7 +192,7 @@ def test_a_copy_of_permuted_axes_is_in_zyx(tmp_path: Path) -> None:
 
 
 class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no error
-    """Ends a copy in the middle, in this process."""
+    """Interrupt a copy in this process."""
 
 
 def interrupt(figures: CopyFigures) -> None:
@@ -216,7 +216,7 @@ DOOR = (
     ("number", "start"),
     [(signal.SIGKILL, (5, 9, 21)), pytest.param(signal.SIGINT, (16, 0, 32), marks=pytest.mark.long)],
 )
-def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
+def test_an_interrupted_copy_resumes_and_equals_an_uninterrupted_one(
     tmp_path: Path, number: int, start: Triple
 ) -> None:
     served = tmp_path / "served"
@@ -253,9 +253,7 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
     assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
 
 
-def test_a_process_that_ends_just_before_or_after_the_rename_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_just_before_or_after_the_rename_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
     request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
 
@@ -283,9 +281,7 @@ OTHERS: list[dict[str, Any]] = [{"start_zyx": (16, 0, 0)}, {"size_zyx": (16, 48,
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
-def test_another_box_into_the_same_place_and_a_source_that_has_changed_are_refused(
-    tmp_path: Path, finished: bool
-) -> None:
+def test_a_different_box_or_a_changed_source_is_refused(tmp_path: Path, finished: bool) -> None:
     source = write_array(tmp_path / "v.zarr", textured((64, 48, 48)), chunk=16)
     request: dict[str, Any] = {"source": ArrayConfig(path=str(source)), "out": tmp_path / "c.zarr"}
     request |= {"size_zyx": (48, 48, 48)}
@@ -295,7 +291,7 @@ def test_another_box_into_the_same_place_and_a_source_that_has_changed_are_refus
         with pytest.raises(Interrupted):
             copy_box(CopyRequest(**request), QUICK, interrupt)
     for other in OTHERS:
-        words = rf"begun with other arguments: {next(iter(other))} .* \(there: .*choose another name"
+        words = rf"started with other arguments: {next(iter(other))} .* \(was .*choose another name"
         with pytest.raises(ConfigError, match=words):
             copy_box(CopyRequest(**request | other), QUICK)
     aside = source.rename(tmp_path / "aside.zarr")
@@ -307,11 +303,11 @@ def test_another_box_into_the_same_place_and_a_source_that_has_changed_are_refus
     copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused ones
 
 
-def test_what_is_no_copy_is_never_replaced(tmp_path: Path) -> None:
+def test_anything_but_a_copy_is_never_replaced(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((16, 16, 16)), chunk=16)
     other = write_array(tmp_path / "c.zarr", textured((16, 16, 16), seed=1), chunk=16)
     before = chunk_files(other)
-    with pytest.raises(ConfigError, match=r"was not made by this command; choose another name, or remove it"):
+    with pytest.raises(ConfigError, match=r"was not made by this command; choose another name or remove it"):
         copy_box(CopyRequest(ArrayConfig(path=str(source)), other), QUICK)
     assert chunk_files(other) == before
     (tmp_path / "d.zarr.partial").mkdir()
@@ -328,12 +324,12 @@ BAD_BOXES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"start_zyx": (48, 0, 0)}, "inside the level"),
     ({"levels": 0}, "--levels 0 is impossible for .* voxels; choose 1 to 7"),
-    ({"out": Path("c.tif")}, "must end in .zarr; got c.tif"),
+    ({"out": Path("c.tif")}, "c.tif does not end in .zarr"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_BOXES)
-def test_what_cannot_be_copied_is_refused_before_anything_is_written(
+def test_wrong_arguments_are_refused_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
@@ -343,7 +339,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_again(
+def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_retries_it(
     tmp_path: Path, server: ChunkServer
 ) -> None:
     voxels = textured((48, 48, 48))
@@ -351,7 +347,7 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_ag
     voxels[32:, 32:, 32:] = 0
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr", levels=2)
     server.set_faults([{"path": "/1/0/2$", "kind": "corrupt"}])
-    with pytest.raises(DataError, match=r"got 1 that .* first chunk \[1, 0, 2\] of .*; 26 of 35 chunks are done"):
+    with pytest.raises(DataError, match=r"Cannot read chunk \[1, 0, 2\] of .*; 26 of 35 chunks are finished"):
         copy_box(request, QUICK)
     assert not (tmp_path / "c.zarr").exists()
     server.set_faults([])
@@ -362,7 +358,7 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_ag
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 
-def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: ChunkServer) -> None:
+def test_a_lost_network_ends_the_copy_early(tmp_path: Path, server: ChunkServer) -> None:
     voxels = textured((96, 96, 96))
     write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr")
@@ -374,7 +370,9 @@ def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: Chunk
         if figures.done == 40:
             server.set_faults([{"path": r"/v.zarr/\d", "kind": "reset"}])
 
-    words = r"Cannot reach the store: .* data.store.outage_minutes=0; .*chunks are done and stay in .*c\.zarr\.partial"
+    words = (
+        r"Cannot reach the store: .* data.store.outage_minutes=0; .*chunks are finished and kept in .*c\.zarr\.partial"
+    )
     with pytest.raises(DataError, match=words):
         copy_box(request, QUICK, cut_the_cable)
     assert not seen[-1].failures, "no chunk is damaged"
@@ -384,12 +382,12 @@ def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: Chunk
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 
-def test_one_process_writes_a_copy(tmp_path: Path) -> None:
+def test_only_one_process_writes_a_copy(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
 
     def meddle(figures: CopyFigures) -> None:
-        with pytest.raises(ConfigError, match="one process may write"):
+        with pytest.raises(ConfigError, match="another process is writing it"):
             copy_box(request, QUICK)
         raise Interrupted
 
@@ -398,7 +396,7 @@ def test_one_process_writes_a_copy(tmp_path: Path) -> None:
     copy_box(request, QUICK)
 
 
-def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_copy_with_exit_code_6_and_intact_files(tmp_path: Path) -> None:
     # No file may grow above 3000 bytes, as if the disk were full: copy.json can be written, chunks cannot.
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     arguments = ["copy", str(source), str(tmp_path / "c.zarr")]
@@ -411,7 +409,7 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
 
 
 def test_a_copy_records_no_password_of_its_source(tmp_path: Path) -> None:
-    """It is shared as data."""
+    """A copy may be shared."""
     path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
     with serving(objects_of(path, "/v")) as web:
         address = web.replace("//", "//user:secret@") + "/v?signature=hidden"

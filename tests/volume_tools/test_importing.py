@@ -1,5 +1,5 @@
-"""What is imported equals the source, voxel by voxel, whatever its format; a kill changes no byte, and nothing that is
-cut short or mixed up becomes a volume.
+"""An import equals its source voxel by voxel in every format, a kill changes no byte, and truncated or mixed-up files
+are refused.
 
 Voxels are random and the axes of three lengths, so that a transposed, mirrored or shifted result differs.  Chunks and
 shards are small here, so that there are many, with odd ends; one test has the real ones.
@@ -36,6 +36,7 @@ from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.sources.slices import open_folder
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -73,7 +74,7 @@ def tiff(name: str = "v.tif", like: Callable[[Voxels], Voxels] = lambda voxels: 
 
 
 def tiff_pages(**options: Any) -> Any:
-    """Pages with their headers between them, as most programs write them."""
+    """Pages with their headers in between, as most programs write them."""
 
     def write(folder: Path, voxels: Voxels) -> str:
         import tifffile
@@ -87,7 +88,7 @@ def tiff_pages(**options: Any) -> Any:
 
 
 def ome_files(count: int) -> Any:
-    """An OME-TIFF of so many files, opened by the last one; where each holds one slice, by the folder."""
+    """An OME-TIFF of `count` files, opened by the last one, or by the folder if each file is one slice."""
 
     def write(folder: Path, voxels: Voxels) -> str:
         import tifffile
@@ -116,7 +117,7 @@ def ome_files(count: int) -> Any:
 
 
 def slices(ending: str, **options: Any) -> Any:
-    """s_8, s_9, s_10, ...: by name the last one would come first."""
+    """s_8, s_9, s_10, ...: sorted as text, s_10 would come first."""
 
     def write(folder: Path, voxels: Voxels) -> str:
         import tifffile
@@ -134,7 +135,7 @@ def slices(ending: str, **options: Any) -> Any:
 
 
 def strange_tags(folder: Path, voxels: Voxels) -> str:
-    """With a private tag of a type that nobody knows, which tifffile reports as an error and passes over."""
+    """With a private tag of unknown type, which tifffile logs as an error and skips."""
     source = slices(".tif", extratags=[(65000, 3, 1, 7, True)])(folder, voxels)
     for file in Path(source).glob("s_*.tif"):
         content, before = file.read_bytes(), struct.pack("<HHI", 65000, 3, 1)
@@ -207,7 +208,7 @@ def n5(folder: Path, voxels: Voxels) -> str:
 
 
 def others(*axes: int) -> Callable[[Voxels], Voxels]:
-    """Puts an array of 3 channels, of which number 1 holds the voxels, along an axis; each axis in turn."""
+    """Insert an axis of 3 channels, with the voxels in channel 1, for each given axis."""
 
     def like(voxels: Voxels) -> Voxels:
         for axis in axes:
@@ -288,7 +289,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_imported_equals_the_source(tmp_path: Path, case: str) -> None:
+def test_an_import_equals_its_source(tmp_path: Path, case: str) -> None:
     write, expected = CASES[case]
     voxels = scan(expected.get("dtype", "uint16"))
     request = ImportRequest(write(tmp_path, voxels), tmp_path / "out.zarr", expected.get("select", ()), levels=2)
@@ -306,9 +307,7 @@ def test_what_is_imported_equals_the_source(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_raw_voxels_need_shape_and_dtype_and_these_have_to_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_raw_voxels_need_a_matching_shape_and_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     voxels = scan(">i2")
     (tmp_path / "v.raw").write_bytes(voxels.tobytes())
     command = ["import", f"{tmp_path}/v.raw", f"{tmp_path}/out.zarr", "--shape=37,52,71", "--voxel-size-um=8,7.5,7"]
@@ -327,10 +326,8 @@ def test_raw_voxels_need_shape_and_dtype_and_these_have_to_fit(
 
 
 @pytest.mark.parametrize("zarr_format", [3, 2])
-def test_the_volume_has_the_form_that_is_promised_and_three_readers_read_the_same(
-    tmp_path: Path, zarr_format: int
-) -> None:
-    """With chunks and shards of the real size, each cut at one end or more; and air, which is not stored."""
+def test_the_output_has_the_documented_format_and_three_readers_agree(tmp_path: Path, zarr_format: int) -> None:
+    """With chunks and shards of the real size, partial ones included, and with air, which is not stored."""
     voxels = scan("uint8", (140, 130, 520))
     voxels[128:, :128, 256:384] = voxels[:, :, 512:] = 0
     np.save(tmp_path / "v.npy", voxels)
@@ -370,13 +367,13 @@ SMALL = (
 
 
 def commands_of(tmp_path: Path, source: str) -> list[list[str]]:
-    """The same import twice, to be disturbed and not."""
+    """The same import twice: one to interrupt, one as a reference."""
     outs = [str(tmp_path / folder / "v.zarr") for folder in ("killed", "whole")]
     return [[sys.executable, "-c", SMALL + DOOR, "import", source, out] for out in outs]
 
 
 def kill_when(command: list[str], reached: Callable[[], bool]) -> bool:
-    """Returns whether it was killed, rather than done before."""
+    """Run a command and kill it; False if it finished before."""
     with fork_server.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not reached():
             if process.poll() is not None:
@@ -386,8 +383,8 @@ def kill_when(command: list[str], reached: Callable[[], bool]) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
-def test_an_import_that_was_killed_goes_on_and_equals_an_undisturbed_one(tmp_path: Path) -> None:
-    """Killed early, late, and in a coarser level; of chunks without shards test_copy.py says the same."""
+def test_a_killed_import_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Killed early, late, and in a coarser level; test_copy.py covers chunks without shards."""
     voxels = scan("uint16", (40, 120, 130))
     source = slices(".tif", compression="lzw")(tmp_path, voxels)
     killed, whole = commands_of(tmp_path, source)
@@ -405,7 +402,7 @@ def test_an_import_that_was_killed_goes_on_and_equals_an_undisturbed_one(tmp_pat
 
 
 @pytest.mark.long
-def test_kills_at_random_moments_change_no_byte(tmp_path: Path) -> None:
+def test_kills_at_random_times_change_no_byte(tmp_path: Path) -> None:
     voxels = scan("uint16", (100, 200, 210))
     source = tiff_pages(compression="zlib")(tmp_path, voxels)
     killed, whole = commands_of(tmp_path, source)
@@ -424,7 +421,7 @@ def test_kills_at_random_moments_change_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_source_that_changes_meanwhile_is_not_mixed_with_what_it_was(tmp_path: Path) -> None:
+def test_a_source_that_changed_is_not_mixed_with_its_old_version(tmp_path: Path) -> None:
     source = slices(".tif")(tmp_path, scan())
 
     class Stop(Exception):  # noqa: N818
@@ -437,7 +434,7 @@ def test_a_source_that_changes_meanwhile_is_not_mixed_with_what_it_was(tmp_path:
     request = ImportRequest(source, tmp_path / "out.zarr")
     with pytest.raises(Stop):
         import_volume(request, stop)
-    with pytest.raises(ConfigError, match=r"partial was begun with other arguments: v2 true \(there: false\); use"):
+    with pytest.raises(ConfigError, match=r"partial was started with other arguments: v2 true \(was false\); use"):
         import_volume(replace(request, v2=True))
     (tmp_path / "scan/s_20.tif").touch()
     with pytest.raises(ConfigError, match="other arguments: source_files "):
@@ -446,10 +443,10 @@ def test_a_source_that_changes_meanwhile_is_not_mixed_with_what_it_was(tmp_path:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_what_the_disk_does_not_give_back_is_no_volume(
+def test_a_file_that_reads_back_differently_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zarr_format: int
 ) -> None:
-    """One bit of one chunk flips between the write and the look at it."""
+    """One bit of one chunk flips between write and verification."""
     source = slices(".tif")(tmp_path, scan())
     flush, damaged = os.fsync, list[str]()
 
@@ -463,7 +460,7 @@ def test_what_the_disk_does_not_give_back_is_no_volume(
 
     monkeypatch.setattr(os, "fsync", flip)
     request = ImportRequest(source, tmp_path / "out.zarr", v2=zarr_format == 2)
-    with pytest.raises(StorageError, match=r"What was written reads back differently.*out\.zarr"):
+    with pytest.raises(StorageError, match=r"The file reads back differently than written.*out\.zarr"):
         import_volume(request)
     assert damaged
     assert not (tmp_path / "out.zarr").exists()
@@ -471,7 +468,7 @@ def test_what_the_disk_does_not_give_back_is_no_volume(
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
 
 
-def test_a_full_disk_ends_the_import_with_6_also_while_a_layer_is_decoded(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_import_with_exit_code_6(tmp_path: Path) -> None:
     source = slices(".tif", compression="lzw")(tmp_path, scan())
     limit = scan().nbytes - 1
     command = [*with_small_files("volume", limit), "import", source, f"{tmp_path}/out.zarr"]
@@ -492,7 +489,7 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
 
 
 def over(writer: Any) -> Callable[[Path], None]:
-    """Replaces one of the slices."""
+    """Replace one of the slices."""
 
     def damage(folder: Path) -> None:
         (folder / "other").mkdir()
@@ -504,7 +501,7 @@ def over(writer: Any) -> Callable[[Path], None]:
 
 
 def png_of_4_bits(file: Path) -> None:
-    """Which Pillow scales to 8 bits as it reads them: labels 0, 1, 2 become 0, 17, 34."""
+    """A 4-bit PNG, which Pillow scales to 8 bits: labels 0, 1, 2 become 0, 17, 34."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -528,6 +525,10 @@ def rename(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "scan/s_20.tif").rename(folder / "scan" / name) and None
 
 
+def copied(name: str) -> Callable[[Path], None]:
+    return lambda folder: shutil.copy(folder / "scan/s_20.tif", folder / "scan" / name) and None
+
+
 def two_images(folder: Path, voxels: Voxels) -> str:
     import tifffile
 
@@ -539,7 +540,7 @@ def two_images(folder: Path, voxels: Voxels) -> str:
 
 
 PAGE = scan()[0]
-CUT = "it is cut short"
+CUT = "it is truncated"
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "tiff cut": (tiff(), cut("v.tif", 0.5), CUT),
     "tiff pages cut": (tiff_pages(), cut("v.tif", 0.5), CUT),
@@ -557,15 +558,15 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"scan: slice 12: OSError: .*truncated"),
     "no tiff at all": (slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), "TiffFileError"),
     "a slice of another shape": (
-        slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, and s_8.tif has 52x71 uint16"
+        slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, but s_8.tif has 52x71 uint16"
     ),
-    "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, and s_8"),
+    "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, but s_8"),
     "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "is RGB, not grey"),
     "a slice of 4 bits": (slices(".png"), over(png_of_4_bits), "is L;4, not grey"),
-    "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "one page, and it has 2"),
-    "a gap": (slices(".tif"), rename("s_99.tif"), "rise evenly: s_19.tif and then s_21.tif"),
-    "two with one number": (slices(".tif"), rename("s_021.tif"), "rise evenly: s_19.tif and then s_"),
-    "two stacks": (slices(".tif"), rename("t_20.tif"), r"evenly: (s_19|t_20)\.tif and then (t_20|s_21)\.tif"),
+    "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "it has 2 pages"),
+    "a gap": (slices(".tif"), rename("s_99.tif"), r"slice 20 is missing between s_19\.tif and s_21\.tif"),
+    "a duplicate": (slices(".tif"), copied("s_020.tif"), r"slice 20 occurs twice: s_020\.tif and s_20\.tif"),
+    "two stacks": (slices(".tif"), rename("t_20.tif"), r"s_19\.tif and t_20\.tif belong to different stacks"),
     "two kinds": (slices(".tif"), rename("s_20.png"), r"it has \.png and \.tif files"),
     "no slices": (slices(".jp2", photometric="minisblack"), None, "it has no .tif, .tiff, .png files"),
     "images of two shapes": (two_images, None, r"differ in shape or dtype \(37x52x71 uint16, 9x71"),
@@ -574,17 +575,17 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "complex": (npy(lambda voxels: voxels.astype("c8")), None, "voxels are complex64, not bool"),
     "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes"),
     "two axes": (npy(lambda voxels: voxels[0]), None, "it has axes YX of shape 52x71, not Z, Y, X"),
-    "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other; name one: \S+v.h5:/entry/data"),
+    "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other; choose one: \S+v.h5:/entry/data"),
     "a group": (n5, "v.n5", r"v\.n5: ValueError"),
-    "nrrd as text": (nrrd(encoding="ascii"), None, "encoding ascii, .*; convert it"),
-    "another format": (slices(".tif"), "scan/notes.txt", "its name ends in none of"),
+    "nrrd as text": (nrrd(encoding="ascii"), None, "encoding is ascii .*; convert it"),
+    "another format": (slices(".tif"), "scan/notes.txt", "its name does not end in"),
     "nothing": (slices(".tif"), "nothing.tif", "nothing.tif: FileNotFoundError: .*; correct the path"),
 }  # fmt: skip
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_volume_is_refused_and_leaves_none(tmp_path: Path, case: str) -> None:
+def test_bad_sources_are_refused_and_leave_no_volume(tmp_path: Path, case: str) -> None:
     write, change, words = WRONG[case]
     source = write(tmp_path, scan("uint8" if case == "colours" else "uint16"))
     if isinstance(change, str):
@@ -596,16 +597,14 @@ def test_what_is_no_volume_is_refused_and_leaves_none(tmp_path: Path, case: str)
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_the_only_dataset_of_three_axes_needs_no_name(tmp_path: Path) -> None:
+def test_the_only_dataset_with_three_axes_needs_no_name(tmp_path: Path) -> None:
     source = hdf5()(tmp_path, scan())
     import_volume(ImportRequest(source.partition(":")[0], tmp_path / "out.zarr"))
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
 
 
 @pytest.mark.parametrize("package", ["tifffile", "imagecodecs"])
-def test_a_package_that_is_not_installed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     source = tiff(compression="lzw")(tmp_path, scan())
     for module in [name for name in sys.modules if name.partition(".")[0] in ("tifffile", "imagecodecs")]:
         monkeypatch.delitem(sys.modules, module)
@@ -620,11 +619,32 @@ PEAK = "import atexit; atexit.register(lambda: print(open('/proc/self/status').r
 
 @pytest.mark.long
 @pytest.mark.parametrize("compression", [None, "zlib"])
-def test_the_memory_that_an_import_takes_is_bounded(tmp_path: Path, compression: str | None) -> None:
-    """1.5 GiB: who keeps a slab of 128 whole slices, or a shard, takes more than the 512 MiB."""
+def test_the_memory_of_an_import_is_bounded(tmp_path: Path, compression: str | None) -> None:
+    """1.5 GiB: a program that keeps a slab of 128 full slices, or a shard, exceeds 512 MiB."""
     page = np.tile(scan("uint16", (1, 256, 256))[0], (8, 12))
     tiff_pages(compression=compression)(tmp_path, (np.roll(page, z) for z in range(128)))
     command = [sys.executable, "-c", PEAK + DOOR, "import", f"{tmp_path}/v.tif", f"{tmp_path}/out.zarr"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) < 512 * 1024
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "out.zarr")["0"][127], np.roll(page, 127))
+
+
+IRREGULAR = {
+    # names: what the error says of the first fault, by number and file
+    ("s1", "s2", "s4"): "slice 3 is missing between s2.tif and s4.tif",
+    ("s2", "s4", "s6", "s10"): "slice 8 is missing between s6.tif and s10.tif",
+    ("s01", "s1", "s2"): "slice 1 occurs twice: s01.tif and s1.tif",
+    ("s01", "s1"): "slice 1 occurs twice: s01.tif and s1.tif",
+    ("a1", "a2", "b2"): "a2.tif and b2.tif belong to different stacks",
+    ("top", "bottom"): "bottom.tif and top.tif belong to different stacks",
+    ("s10", "s20", "s30", "s35"): "s30.tif and s35.tif differ by 5, other slices by 10",
+}
+
+
+@pytest.mark.parametrize("names", IRREGULAR, ids="-".join)
+def test_irregular_slice_numbers_name_the_missing_or_duplicate_slice(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.tif").touch()
+    with pytest.raises(DataError) as error:
+        open_folder(tmp_path)
+    assert f": {IRREGULAR[names]}; " in str(error.value)

@@ -1,4 +1,4 @@
-"""What is said of a volume is true: counted, enumerated or computed here in another way."""
+"""The facts about a volume, compared with independent counts and computations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:
 
 
 def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **options: Any) -> Path:
-    """An OME-Zarr whose levels are called 0, 1, ... as those of real scrolls; 16^3 chunks."""
+    """An OME-Zarr with levels 0, 1, ... as in real scrolls; 16^3 chunks."""
     axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
     datasets = [
         {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [2.4 * 2**k] * 3}]}
@@ -39,7 +39,7 @@ def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **o
     return path
 
 
-def test_levels_are_told_as_they_are(tmp_path: Path) -> None:
+def test_levels_are_described_correctly(tmp_path: Path) -> None:
     facts = look(write_pyramid(tmp_path / "v.zarr", textured((48, 64, 80), dtype="uint16")), level=1)
     assert (facts.ome_version, facts.title, facts.axes) == ("0.4", "tiny", ("z", "y", "x"))
     assert [level.shape for level in facts.levels] == [(48, 64, 80), (24, 32, 40)]
@@ -68,7 +68,7 @@ CODECS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for *_, words in CODECS])
-def test_codecs_are_told_with_their_settings(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_codecs_are_described_with_their_settings(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), **options)
     assert describe_codecs(open_volume(ArrayConfig(path=str(path))).array) == words
 
@@ -83,7 +83,7 @@ STORES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", STORES.values(), ids=STORES)
 @pytest.mark.parametrize("bare", [False, True], ids=["level 0 of a group", "bare"])
-def test_a_listing_counts_the_chunks_that_are_stored(tmp_path: Path, options: dict[str, Any], bare: bool) -> None:
+def test_a_listing_counts_the_stored_chunks(tmp_path: Path, options: dict[str, Any], bare: bool) -> None:
     voxels = textured((40, 64, 80))
     voxels[:32, :32, :32] = 0  # eight chunks or one shard
     voxels[32:, 48:, 64:] = 0  # one chunk
@@ -93,7 +93,7 @@ def test_a_listing_counts_the_chunks_that_are_stored(tmp_path: Path, options: di
     assert (occupancy.source, occupancy.unknown) == ("listing", None)
 
 
-def test_the_sidecar_is_believed_unless_a_listing_is_asked_for(tmp_path: Path) -> None:
+def test_the_sidecar_is_used_unless_a_listing_is_requested(tmp_path: Path) -> None:
     path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
     made, occupancy = make_sidecar(ArrayConfig(path=str(path)), None)
     assert made == path / "0" / ".chunk_occupancy.npz"
@@ -104,7 +104,7 @@ def test_the_sidecar_is_believed_unless_a_listing_is_asked_for(tmp_path: Path) -
     assert (listed.present, listed.source) == (26, "listing")
 
 
-def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) -> None:
+def test_the_occupancy_on_a_web_server_is_unknown_not_0(tmp_path: Path) -> None:
     path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
     stored = np.ones((3, 3, 3), bool)
     for chunk in ((0, 0, 0), (1, 2, 0), (2, 2, 2)):
@@ -126,9 +126,9 @@ def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) ->
             make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), None, QUICK)
 
 
-def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:
+def test_sidecars_are_written_next_to_their_level_or_to_out(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((2, 32, 32, 32)), chunk=16)
-    with pytest.raises(ConfigError, match=r"every `select`; got .*\[2, 32, 32, 32\]; add --out"):
+    with pytest.raises(ConfigError, match=r"\[2, 32, 32, 32\] would apply to every `select`; add --out"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
     made, _ = make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "new" / "o.npz")
     with np.load(made) as written:
@@ -140,7 +140,7 @@ def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "int64", "float16", "float32", "float64"])
-def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> None:
+def test_grey_values_exclude_air(tmp_path: Path, dtype: str) -> None:
     voxels = textured((48, 48, 48), dtype=dtype)
     voxels[::5] = 0
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
@@ -155,7 +155,7 @@ def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> No
     assert grey.air_share == pytest.approx(1 - material.size / voxels.size)
 
 
-def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_time(tmp_path: Path) -> None:
+def test_grey_values_come_from_stored_chunks_and_are_reproducible(tmp_path: Path) -> None:
     voxels = np.zeros((96, 96, 96), np.uint8)
     voxels[32:48, 48:64, 80:] = textured((16, 16, 16))
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
@@ -170,7 +170,7 @@ def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_t
     assert look(path).grey == listed.grey
 
 
-def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
+def test_air_has_no_grey_values(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16, **STORED_AIR)
     grey = look(path).grey
     assert grey is not None
@@ -178,7 +178,7 @@ def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
     assert look(path, num_boxes=0).grey is None
 
 
-def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) -> None:
+def test_unreadable_boxes_are_counted_and_the_others_used(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     (path / "1" / "1" / "1").write_bytes(b"damaged")
     grey = look(path, num_boxes=27).grey
@@ -186,7 +186,7 @@ def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) 
     assert (grey.places, grey.unreadable) == (26, 1)
 
 
-def test_a_damaged_index_of_a_shard_is_told_and_the_rest_looked_at(
+def test_a_damaged_shard_index_is_reported_and_other_shards_are_sampled(
     server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_pyramid(tmp_path / "v.zarr", textured((64, 64, 64)), levels=1, zarr_format=3, shards=(32, 32, 32))
@@ -204,7 +204,7 @@ def test_a_damaged_index_of_a_shard_is_told_and_the_rest_looked_at(
     assert "network" not in caplog.text + str(facts)
 
 
-def test_axes_are_told_as_they_are_stored_and_everything_else_in_zyx(tmp_path: Path) -> None:
+def test_axes_are_described_in_stored_order_and_all_else_in_zyx(tmp_path: Path) -> None:
     path = tmp_path / "v.zarr"
     array = zarr.create_array(
         str(path), shape=(20, 2, 30, 40), chunks=(5, 1, 6, 8), dtype="int16", dimension_names=["x", "c", "y", "z"]

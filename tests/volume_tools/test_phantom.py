@@ -1,4 +1,4 @@
-"""The synthetic scroll: the same voxels however asked for, winding, looking and compressing like papyrus."""
+"""The synthetic scroll: reproducible voxels that resemble papyrus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scroll():
     return Phantom(0, (96, 160, 160))
 
 
-def test_any_box_is_a_crop_of_the_whole():
+def test_any_box_is_a_crop_of_the_volume():
     phantom = Phantom(5, SHAPE)
     grey, label = phantom.box((0, 0, 0), SHAPE)
     rng = np.random.default_rng((0, 0))
@@ -31,8 +31,8 @@ def test_any_box_is_a_crop_of_the_whole():
         np.testing.assert_array_equal(box_label, label[window])
 
 
-def test_voxels_are_the_same_on_every_machine_and_in_every_version(scroll):
-    """Pinned: a change of these bytes is a change of every published figure that was measured on a phantom."""
+def test_voxels_are_pinned(scroll):
+    """Pinned: changing these bytes changes every published figure measured on a phantom."""
     grey, label = scroll.box((10, 30, 40), (34, 94, 104))
     assert hashlib.sha256(grey.tobytes() + label.tobytes()).hexdigest()[:16] == "7e86598016966948"
 

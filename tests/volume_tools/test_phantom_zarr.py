@@ -1,4 +1,4 @@
-"""A phantom on disk: laid out like a published volume, in bounded memory, and continued if it is stopped."""
+"""A phantom on disk: layout of the published volumes, bounded memory, resumable."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_level_is_the_mean_of_the_one_above(written):
             np.testing.assert_array_equal(below, halve(above))
 
 
-def test_chunks_of_air_are_absent_and_all_others_are_there(tmp_path):
+def test_exactly_the_chunks_of_air_are_absent(tmp_path):
     path = write_phantom(tmp_path / "air.zarr", (16, 96, 96), seed=0, chunk=16)["path"]
     voxels = levels_of(path)[0]
     present = 0
@@ -95,7 +95,7 @@ def test_chunks_of_air_are_absent_and_all_others_are_there(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_volume(tmp_path):
-    """Twelve times the depth, 5.8 MB more of grey and label at level 0; what several writers hold varies."""
+    """Twelve times the depth, 5.8 MB more grey values and labels at level 0; buffers of several writers vary."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
     peaks = []
     for number, depth in enumerate((64, 64, 768)):  # the first also imports what it needs
@@ -107,13 +107,13 @@ def test_memory_does_not_grow_with_the_volume(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scan#1.zarr", "q?v=2.zarr"])
-def test_a_name_that_looks_like_a_part_of_a_url_is_a_name(tmp_path, name):
+def test_names_that_look_like_parts_of_a_url_are_literal(tmp_path, name):
     write_phantom(tmp_path / name, (16, 16, 16), seed=3, chunk=16)
     assert {path.name for path in tmp_path.iterdir()} == {name, name.replace(".zarr", ".labels.zarr")}
     assert levels_of(tmp_path / name)[0].any()
 
 
-def test_what_is_there_is_never_replaced(tmp_path):
+def test_existing_files_are_never_replaced(tmp_path):
     for name in ("v.zarr", "v.labels.zarr"):
         zarr.create_group(tmp_path / name, zarr_format=2, attributes={"mine": 1})
         with pytest.raises(ConfigError, match="was not made by this command"):
@@ -124,8 +124,8 @@ def test_what_is_there_is_never_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(("chunks", "lost"), [(3, None), (20, "v.zarr.partial"), (37, "v.labels.zarr.partial")])
-def test_a_write_that_stops_anywhere_is_continued_with_the_same_voxels(tmp_path, chunks, lost):
-    """Or begun again, where one of the two is lost."""
+def test_an_interrupted_write_resumes_with_the_same_voxels(tmp_path, chunks, lost):
+    """Or restarted, if one of the two is lost."""
 
     def stop(_what: str, done: int, _total: int) -> None:
         if done == chunks:
@@ -146,7 +146,7 @@ def test_a_write_that_stops_anywhere_is_continued_with_the_same_voxels(tmp_path,
         write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=2, chunk=16)
 
 
-def test_wrong_arguments_are_refused_with_the_rule(tmp_path):
+def test_wrong_arguments_are_refused_with_the_reason(tmp_path):
     for name, chunk, rule in (("v.zarr", 33, "even number"), ("scroll", CHUNK, r"end in \.zarr")):
         with pytest.raises(ConfigError, match=rule):
             write_phantom(tmp_path / name, SHAPE, seed=0, chunk=chunk)

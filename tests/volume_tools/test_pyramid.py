@@ -16,7 +16,7 @@ INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, "bool", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(4, 6, 8), (5, 3, 7), (1, 2, 1)])
-def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int, int, int]) -> None:
+def test_each_coarse_voxel_is_the_mean_of_existing_voxels(dtype: str, shape: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
     ends = (
         (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
@@ -39,7 +39,7 @@ def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int
             assert int(halved[z, y, x]) == math.floor(mean + Fraction(1, 2))
 
 
-def test_each_label_is_the_most_frequent_of_those_that_exist_and_of_several_the_largest() -> None:
+def test_each_coarse_label_is_the_most_frequent_and_ties_go_to_the_largest() -> None:
     labels = np.random.default_rng(0).choice(np.array([0, 3, 60_000], np.uint16), (5, 6, 7))
     halved = halve_labels(labels)
     assert (halved.dtype, halved.shape) == (np.uint16, (3, 3, 4))

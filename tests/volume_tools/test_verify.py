@@ -1,5 +1,4 @@
-"""Every stored chunk is read once, also when the process is ended in between; what is broken is listed, whatever it
-does to the process that decodes it."""
+"""Every stored chunk is read once, even across interruptions; broken chunks are listed even if they kill the process."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def causes(figures: VerifyFigures) -> dict[tuple[int, int, int], str]:
 
 
 @pytest.mark.parametrize("layout", ["v2-dots", "v3-sharded"])
-def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+def test_an_intact_volume_is_read_once_and_verified(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     for address in (path, server.url_of(path)):
         found = verified(address, processes=2)
@@ -53,9 +52,7 @@ def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["disk", "http"])
-def test_what_is_broken_is_listed_with_its_key_its_box_and_its_cause(
-    server: ChunkServer, tmp_path: Path, place: str
-) -> None:
+def test_broken_chunks_are_listed_with_key_box_and_cause(server: ChunkServer, tmp_path: Path, place: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").write_bytes(b"torn")
     (path / "2/3/3").write_bytes((path / "2/3/3").read_bytes()[:-50])
@@ -68,7 +65,7 @@ def test_what_is_broken_is_listed_with_its_key_its_box_and_its_cause(
     assert found.chunks == (CHUNKS if place == "http" else CHUNKS - 1), "a web server is asked for all places"
 
 
-def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp_path: Path) -> None:
+def test_a_folder_a_broken_link_and_an_absent_listed_chunk_are_broken(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     make_sidecar(ArrayConfig(path=str(path)), None)
     for key in ("0/1/1", "1/1/1", "2/1/1"):
@@ -84,7 +81,7 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
 
 
-def test_a_damaged_shard_index_is_told_once_and_its_shard_left_out(tmp_path: Path) -> None:
+def test_a_damaged_shard_index_is_reported_once(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
     shard = path / "c/1/1/1"
     shard.write_bytes(shard.read_bytes()[:-3])
@@ -93,18 +90,18 @@ def test_a_damaged_shard_index_is_told_once_and_its_shard_left_out(tmp_path: Pat
     assert broken.box == ((64, 64, 64), (96, 128, 128)), "cut at the end of the array"
 
 
-def test_a_chunk_that_kills_its_process_is_listed_like_any_other(tmp_path: Path) -> None:
+def test_a_chunk_that_kills_its_process_is_listed(tmp_path: Path) -> None:
     path = write_volume(tmp_path / "v.zarr", textured(SHAPE))
     poison(path, (1, 0, 1))
     found = verified(path, processes=2)
     (broken,) = found.broken
     assert broken.chunk == (1, 0, 1)
     assert broken.key == "1/0/1"
-    assert broken.cause.startswith("decoding it ended the process")
+    assert broken.cause.startswith("decoding it killed the process")
     assert found.chunks == CHUNKS
 
 
-def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on_and_says_since_when(
+def test_an_outage_ends_a_verification_and_the_next_one_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -122,7 +119,7 @@ def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on_and_says_since_
         (path / "0/0/0").write_bytes(sound)
         assert "continuing" not in caplog.text
         found = verified(address)
-    assert f"continuing a verification that began on {found.since}: {found.before} of {CHUNKS}" in caplog.text
+    assert f"resuming the verification started on {found.since}: {found.before} of {CHUNKS}" in caplog.text
     assert 8 <= found.before < CHUNKS, "all but the task with the torn chunks"
     assert found.before + found.chunks == found.done == CHUNKS
     assert set(causes(found)) == {(0, 0, 3)}, "it is torn still, and the other one was restored"
@@ -137,7 +134,7 @@ DOOR = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
+def test_an_interrupted_verification_resumes_and_leaves_no_process(
     server: ChunkServer, tmp_path: Path, number: int, cache_home: Path
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
@@ -170,7 +167,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
 
 
 @pytest.mark.long
-def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
+def test_the_command_ends_without_a_traceback(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))  # of blosc, for which numcodecs makes a lock
     command = [
         sys.executable,

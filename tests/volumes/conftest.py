@@ -1,4 +1,4 @@
-"""Pauses between retries that no test waits for."""
+"""Short pauses between retries."""
 
 from __future__ import annotations
 

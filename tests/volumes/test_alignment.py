@@ -1,4 +1,4 @@
-"""How two grids lie to each other: against each voxel's place in space, and against `np.repeat`."""
+"""Alignment of two grids, compared with each voxel's position in space and with `np.repeat`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ F = Fraction
 # ---- what a placed array shows
 
 
-def shown_at(alignment: Alignment, axis: int, place: int) -> int | None:
-    """The array's voxel that holds the centre of a voxel, by comparing with each; of two that meet there the lower."""
+def voxel_at(alignment: Alignment, axis: int, place: int) -> int | None:
+    """The array voxel that contains the centre of a voxel (on a boundary the lower one), by exhaustive search."""
     centre, factor, offset = place + F(1, 2), alignment.factors[axis], alignment.offsets[axis]
     holding = [j for j in range(alignment.array_zyx[axis]) if offset + j * factor < centre <= offset + (j + 1) * factor]
     return holding[0] if holding else None
@@ -44,7 +44,7 @@ FACTORS = [F(1), F(2), F(3), F(1, 2), F(1, 3), F(3, 2), F(5, 4), F(2, 3), F(13, 
 
 @st.composite
 def placed(draw: st.DrawFn) -> Alignment:
-    """Anywhere, of coarser and finer voxels, as `align` places them: by a whole number of voxels of the finer grid."""
+    """Any offset by whole voxels of the finer grid, as from `align`, with coarser and finer voxels."""
     volume, array = (draw(st.tuples(*[st.integers(1, 12)] * 3)) for _ in range(2))
     factors = draw(st.tuples(*[st.sampled_from(FACTORS)] * 3))
     offsets = tuple(draw(st.integers(-9, 9)) * min(factor, F(1)) for factor in factors)
@@ -58,10 +58,10 @@ def a_box(draw: Any, within: Box) -> Box:
 
 
 @given(alignment=placed(), data=st.data())
-def test_every_voxel_is_shown_the_one_that_holds_its_centre(alignment: Alignment, data: st.DataObject) -> None:
+def test_every_voxel_maps_to_the_array_voxel_at_its_centre(alignment: Alignment, data: st.DataObject) -> None:
     array, covered = textured(alignment.array_zyx, seed=1), alignment.covered
     for axis, size in enumerate(alignment.volume_zyx):
-        there = [place for place in range(size) if shown_at(alignment, axis, place) is not None]
+        there = [place for place in range(size) if voxel_at(alignment, axis, place) is not None]
         if there and size - 1 - there[-1] < alignment.factors[axis]:
             there = list(range(there[0], size))  # a rest below a voxel of the array
         lo, hi = covered[0][axis], covered[1][axis]
@@ -90,19 +90,17 @@ def test_every_voxel_is_shown_the_one_that_holds_its_centre(alignment: Alignment
 
 
 def repeated_end(alignment: Alignment, array: Voxels) -> Voxels:
-    """As `shown`, the last voxel continued over a rest."""
+    """As `voxel_at`, with the last voxel repeated over a remainder."""
     rows = []
     for axis, size in enumerate(alignment.volume_zyx):
-        row = [shown_at(alignment, axis, place) for place in range(size)]
+        row = [voxel_at(alignment, axis, place) for place in range(size)]
         last = alignment.array_zyx[axis] - 1
         rows.append([last if j is None and place and last in row[:place] else j or 0 for place, j in enumerate(row)])
     return array[np.ix_(*rows)]
 
 
 @given(alignment=placed(), data=st.data())
-def test_damage_is_all_voxels_of_the_volume_that_show_the_damaged_ones(
-    alignment: Alignment, data: st.DataObject
-) -> None:
+def test_damage_covers_all_voxels_that_map_to_damaged_ones(alignment: Alignment, data: st.DataObject) -> None:
     covered = alignment.covered
     if any(lo >= hi for lo, hi in zip(*covered, strict=True)):
         return
@@ -140,7 +138,7 @@ def volume_of(
     unit: str | None = "nanometer",
     pyramid: list[dict[str, Any]] | None = None,
 ) -> Volume:
-    """A volume of one chunk; without a scale a bare array."""
+    """A volume of one chunk; a bare array if `scale` is None."""
     options: dict[str, Any] = {"shape": shape, "chunks": (16, 16, 16), "dtype": "u1"}
     if scale is None:
         zarr.create_array(str(path), **options)[0, 0, 0] = 1
@@ -204,7 +202,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_metadata_say_where_an_array_lies(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_metadata_align_an_array(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
     raw, array, factors, offsets = CASES[case]
     volume = volume_of(tmp_path / "raw", **({"shape": RAW, "scale": 4, "translation": 0} | raw))
     labels = volume_of(tmp_path / "labels", **({"shape": ANY, "scale": 4} | array))
@@ -217,7 +215,7 @@ def test_metadata_say_where_an_array_lies(tmp_path: Path, case: str, caplog: pyt
 
 @dataclass(frozen=True)
 class Grid:
-    """What `align` asks of a volume."""
+    """The attributes of a volume that `align` uses."""
 
     name: str
     shape_zyx: Triple
@@ -227,8 +225,8 @@ class Grid:
 
 @pytest.mark.parametrize("scale", [4.0, 8.0, 12.0, 6.0, 2.0, (16.0, 8.0, 4.0)])
 @given(corners=st.tuples(*[st.tuples(*[st.integers(-5, 8)] * 3)] * 2))
-def test_what_is_shown_lies_at_the_place_of_the_voxel(scale: Any, corners: tuple[Triple, Triple]) -> None:
-    """The law of all cases: of crops anywhere, the centre of a voxel lies in the voxel that it is shown."""
+def test_voxels_and_array_voxels_coincide_in_space(scale: Any, corners: tuple[Triple, Triple]) -> None:
+    """The law of all cases: the centre of each voxel lies in the array voxel to which it maps, for crops anywhere."""
     scales, units = np.broadcast_to(scale, 3), ("nanometer",) * 3
     grids = np.full(3, 4), np.minimum(scales, 4)
     begins = [tuple(corner * grid) for corner, grid in zip(corners, grids, strict=True)]
@@ -261,7 +259,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("fine", "coarse", "factors"), SHAPES)
 @pytest.mark.parametrize("said", [(None, None), (4, None), (1, 1)])
-def test_without_scales_the_shapes_decide_and_a_line_says_so(
+def test_without_scales_the_shapes_decide_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fine: Any, coarse: Any, factors: Any, said: Any
 ) -> None:
     units = ["nanometer" if scale == 4 else None for scale in said]
@@ -276,7 +274,7 @@ def test_without_scales_the_shapes_decide_and_a_line_says_so(
     assert record.levelname == ("INFO" if factors == (1, 1, 1) else "WARNING")
 
 
-def test_same_shapes_and_a_default_scale_next_to_a_real_one_are_placed_with_a_line(tmp_path: Path) -> None:
+def test_equal_shapes_with_one_default_scale_align_with_a_caveat(tmp_path: Path) -> None:
     volume = volume_of(tmp_path / "raw", RAW, 4)
     found = align(volume, volume_of(tmp_path / "labels", RAW, 1, unit=None), "labels")
     assert found == Alignment(RAW, RAW)
@@ -294,7 +292,7 @@ def test_a_level_whose_scale_contradicts_its_shape_is_refused(tmp_path: Path) ->
         align(*levels, "the foreground level")
 
 
-def test_a_crop_without_a_translation_begins_at_the_first_voxel_and_a_warning_says_so(
+def test_a_crop_without_a_translation_starts_at_the_first_voxel_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     volume, labels = volume_of(tmp_path / "raw", RAW, 4), volume_of(tmp_path / "labels", ANY, 4)
@@ -325,7 +323,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_with_both_geometries(tmp_path: Path, case: str) -> None:
+def test_arrays_that_do_not_fit_are_refused_with_both_geometries(tmp_path: Path, case: str) -> None:
     raw, array, reason = REFUSED[case]
     volume = volume_of(tmp_path / "raw", **({"shape": RAW, "scale": 4, "translation": 0} | raw))
     labels = volume_of(tmp_path / "labels", **({"shape": ANY, "scale": 4} | array))
@@ -340,7 +338,7 @@ def test_what_does_not_fit_is_refused_with_both_geometries(tmp_path: Path, case:
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["ome", "bare"])
 @pytest.mark.parametrize(("first", "second"), [((5, 6, 7), (0, 9, 9)), ((3, 4, 5), (3, 4, 5))])
-def test_two_copied_boxes_lie_as_in_their_volume(tmp_path: Path, scaled: bool, first: Triple, second: Triple) -> None:
+def test_copied_boxes_keep_their_position(tmp_path: Path, scaled: bool, first: Triple, second: Triple) -> None:
     voxels = textured((32, 40, 48))
     write = (lambda p: write_ome(p, {"0": voxels})) if scaled else (lambda p: write_array(p, voxels))
     source, opened, sizes = write(tmp_path / "v.zarr"), [], [(24, 24, 24), (16, 20, 20)]

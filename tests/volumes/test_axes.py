@@ -1,4 +1,4 @@
-"""Which axis of an array is z, y or x: every way in which metadata say so leads to the same voxels, or to a refusal.
+"""Axis order: every way to name z, y and x gives the same voxels, or is refused.
 
 The voxels differ along all axes, and no two axes have the same length or chunk, so that none passes for another.
 """
@@ -27,18 +27,18 @@ BOX = ((3, 5, 6), (18, 24, 20))
 
 
 def voxels_of(order: str) -> np.ndarray[Any, Any]:
-    """What is stored, all axes in `order`."""
+    """Stored voxels, with all axes in `order`."""
     return textured(tuple(SIZES[letter] for letter in order))
 
 
 def as_zyx(stored: np.ndarray[Any, Any], order: str, **select: int) -> np.ndarray[Any, Any]:
-    """numpy's own answer: the others fixed, the rest in z, y, x."""
+    """The expected voxels by numpy: other axes selected, the rest in z, y, x."""
     others = [letter for letter in order if letter not in "zyx"]
     return np.einsum(f"{order}->{''.join(others)}zyx", stored)[tuple(select[letter] for letter in others)]
 
 
 def write(path: Path, order: str, names: list[str | None] | None = None, **options: Any) -> np.ndarray[Any, Any]:
-    """An array whose axes are stored in `order`; `names` are its dimension_names."""
+    """Write an array with axes in `order` and dimension_names `names`."""
     stored = voxels_of(order)
     if options.pop("sharded", False):
         options["shards"] = tuple(SHARDS[letter] for letter in order)
@@ -162,7 +162,7 @@ def test_every_layout_is_read_with_permuted_and_interleaved_axes(
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("order", ["xyz", "xczty"])
-def test_a_listing_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str, sharded: bool) -> None:
+def test_the_occupancy_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str, sharded: bool) -> None:
     path = tmp_path / "v.zarr"
     write(path, order, names=list(order), sharded=sharded)
     array = zarr.open_array(str(path), mode="a")
@@ -178,14 +178,14 @@ def test_a_listing_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str, sh
         assert list_chunks(open_at(path, (0,) * (len(order) - 3))).all()
 
 
-def test_an_unreadable_chunk_of_a_permuted_volume_is_named_in_zyx(tmp_path: Path) -> None:
+def test_an_unreadable_chunk_of_a_permuted_volume_is_reported_in_zyx(tmp_path: Path) -> None:
     write(tmp_path / "v.zarr", "xyz", names=["x", "y", "z"])
     (tmp_path / "v.zarr/c/3/2/1").write_bytes(b"damaged")
     with pytest.raises(DataError, match=r"chunk \[1, 2, 3\]"):
         open_at(tmp_path / "v.zarr").read(((8, 12, 21), (16, 18, 28)))
 
 
-def test_without_names_of_space_the_last_three_axes_are_zyx_but_for_channels_at_the_end(tmp_path: Path) -> None:
+def test_without_names_the_last_three_axes_are_zyx_except_trailing_channels(tmp_path: Path) -> None:
     all_names: tuple[list[str | None] | None, ...] = (None, [None] * 4, ["dim_0", "dim_1", "dim_2", "dim_3"])
     for number, names in enumerate(all_names):
         stored = write(tmp_path / f"{number}.zarr", "czyx", names=names)
@@ -201,7 +201,7 @@ def test_width_height_and_depth_are_x_y_and_z(tmp_path: Path, names: list[str]) 
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored.transpose(2, 1, 0)[3:18, 5:24, 6:20])
 
 
-def test_select_counts_the_axes_that_are_not_of_space_as_they_are_stored(tmp_path: Path) -> None:
+def test_select_has_an_index_per_other_axis_in_stored_order(tmp_path: Path) -> None:
     stored = write(tmp_path / "v.zarr", "tzcyx", names=list("tzcyx"))
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (2, 0)).read(BOX), stored[2, 3:18, 0, 5:24, 6:20])
     with pytest.raises(DataError, match=r"got axes t, z, c, y, x of shape .* with select=\[1, 2\]; set"):
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_honoured_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_unsupported_axes_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
     attributes, words = REFUSED[kind]
     write_group(tmp_path / "v.zarr", "zyx", attributes)
     with pytest.raises(DataError, match=words) as refusal:
@@ -267,7 +267,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(tmp_path: Path, kind: st
     assert text.count("; ") >= 2, "rule, value and remedy"
 
 
-def test_names_of_group_and_array_that_contradict_each_other_are_refused_and_a_name_of_its_own_is_not(
+def test_contradictory_axis_names_of_group_and_array_are_refused(
     tmp_path: Path,
 ) -> None:
     write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])

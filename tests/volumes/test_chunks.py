@@ -1,4 +1,4 @@
-"""Where the bytes of a box are: the grid names the chunks that zarr itself asks a store for, no more and no less."""
+"""The requests for a box: exactly the chunks that zarr itself requests from a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from vesuvius.volumes.volume import open_volume
 
 
 class Recorder(LocalStore):
-    """A store that notes what zarr asks it for."""
+    """A store that records zarr's requests."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, read_only=True)
@@ -50,7 +50,7 @@ ZYX = Axes((0, 1, 2))
 
 
 def asked_by_zarr(path: Path, name: str, axes: Axes, box: Box) -> Counter[Request]:
-    """What zarr-python asks for when it reads a box, without the indices of shards."""
+    """zarr-python's requests for a box, without the indices of shards."""
     recorder = Recorder(path)
     with zarr.config.set({"array.sharding_coalesce_max_bytes": 0}):  # each chunk by itself, as before zarr 3.3
         array = zarr.open_array(recorder, path=name, mode="r")
@@ -67,7 +67,7 @@ def grid_of(path: Path, name: str = "", axes: Axes = ZYX) -> ChunkGrid:
 
 @dataclass(frozen=True)
 class Layout:
-    """An array as it may lie on disk, and a box of it.
+    """A stored array, and a box in it.
 
     Attributes:
         others: axes beside z, y, x: size, chunk, chunks per shard and the index that is read.
@@ -93,7 +93,7 @@ class Layout:
         return Axes(self.zyx, select)
 
     def write(self, path: Path) -> None:
-        """Write the array: ones, zeros (which zarr does not store) in the holes."""
+        """Write the array: ones, with zeros (which zarr does not store) in the holes."""
         sizes, chunks, per_shard, _ = zip(*self.others, strict=True) if self.others else ((),) * 4
         voxels = np.ones(self.axes.stored(self.shape, sizes), np.uint8)
         everywhere = [slice(None)] * len(sizes)
@@ -150,7 +150,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
-def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
+def test_the_grid_requests_what_zarr_requests(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
     path = tmp_path_factory.mktemp("v")
     layout.write(path)
     grid = grid_of(path, layout.name, layout.axes)
@@ -187,7 +187,7 @@ def write_sharded(path: Path, **index: Any) -> Path:
 
 
 @pytest.mark.parametrize("where", INDICES)
-def test_an_index_at_either_end_leads_to_the_bytes_of_each_chunk(tmp_path: Path, where: str) -> None:
+def test_an_index_at_either_end_locates_each_chunk(tmp_path: Path, where: str) -> None:
     path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
     grid, data = grid_of(path), (path / "c/0/0/0").read_bytes()
     index = grid.shard_index("c/0/0/0")
@@ -217,7 +217,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "where"), [("flipped", "end"), ("shortened", "big-endian")])
-def test_a_damaged_index_is_an_error_and_its_region_unreadable(
+def test_a_damaged_index_makes_its_region_unreadable(
     server: ChunkServer, tmp_path: Path, damage: str, where: str
 ) -> None:
     change, words = DAMAGES[damage]
@@ -238,7 +238,7 @@ def test_a_damaged_index_is_an_error_and_its_region_unreadable(
 
 
 @pytest.mark.parametrize(("where", "remote"), [*((where, False) for where in INDICES), ("end", True), ("start", True)])
-def test_a_volume_of_which_no_chunk_may_be_missing_is_read_whatever_form_its_indices_have(
+def test_a_complete_volume_is_read_with_every_index_format(
     server: ChunkServer, tmp_path: Path, where: str, remote: bool
 ) -> None:
     path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
@@ -253,7 +253,7 @@ def test_a_volume_of_which_no_chunk_may_be_missing_is_read_whatever_form_its_ind
         volume.read(((0, 0, 0), SHAPE))
 
 
-def test_an_index_is_read_once_and_anew_when_forgotten(tmp_path: Path) -> None:
+def test_an_index_is_read_once_and_again_after_forget(tmp_path: Path) -> None:
     grid = grid_of(write_sharded(tmp_path / "v.zarr"))
     for _ in range(3):
         grid.shard_index("c/0/0/0")

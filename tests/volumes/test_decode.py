@@ -1,4 +1,4 @@
-"""No chunk reaches a decoder unless it is whole, and no checksum is left unchecked, however a chunk is read."""
+"""No truncated chunk is decoded, and every checksum is verified, however a chunk is read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def data_files(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize(("layout", "remote"), [*((layout, False) for layout in CHECKED), ("shards, crc32c", True)])
 def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, server: ChunkServer, layout: str, remote: bool) -> None:
-    """Any bit of any object: of a chunk, of its checksum, of an index with or without one."""
+    """Any bit of any object: of a chunk, its checksum, or an index with or without one."""
     address: Address = server.url_of if remote else str
     path = tmp_path / "v.zarr"
     CHECKED[layout](path)
@@ -126,7 +126,7 @@ def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, server: ChunkServe
 
 @pytest.mark.parametrize("cut", [1, 500, 10**6])
 @pytest.mark.parametrize("where", ["start", "end"])
-def test_a_truncated_shard_of_blosc_gives_whole_chunks_or_none(
+def test_a_truncated_blosc_shard_gives_intact_chunks_or_none(
     tmp_path: Path, address: Address, where: str, cut: int
 ) -> None:
     path = tmp_path / "v.zarr"
@@ -164,7 +164,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", [*ENTRIES, "index"])
 @pytest.mark.parametrize("where", ["start", "end"])
-def test_an_entry_of_an_index_that_leads_to_no_chunk_is_damage_of_that_chunk(
+def test_an_invalid_index_entry_damages_only_its_chunk(
     tmp_path: Path, address: Address, entry: str, where: str
 ) -> None:
     path = tmp_path / "v.zarr"
@@ -185,7 +185,7 @@ def test_an_entry_of_an_index_that_leads_to_no_chunk_is_damage_of_that_chunk(
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("promise", [0, 2**20])
-def test_a_blosc_frame_that_promises_another_size_is_damaged(tmp_path: Path, sharded: bool, promise: int) -> None:
+def test_a_blosc_frame_with_a_wrong_size_is_damaged(tmp_path: Path, sharded: bool, promise: int) -> None:
     path, codec = tmp_path / "v.zarr", BloscCodec(cname="lz4", clevel=0)
     if sharded:
         write_v3(path, shards(codec), chunk=16)
@@ -216,7 +216,7 @@ def test_verify_lists_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @dataclass(frozen=True)
 class Inverted(BytesBytesCodec):
-    """A codec of another package, of which numcodecs knows nothing."""
+    """A codec of another package, unknown to numcodecs."""
 
     @classmethod
     def from_dict(cls, data: Any) -> Inverted:
@@ -257,7 +257,7 @@ CHAINS: dict[str, tuple[str, Callable[[], tuple[Any, ...]]]] = {
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_codecs_in_any_order_decode_to_what_zarr_wrote(tmp_path: Path, chain: str, sharded: bool) -> None:
+def test_codecs_in_any_order_decode_what_zarr_wrote(tmp_path: Path, chain: str, sharded: bool) -> None:
     register_codec("tests.inverted", Inverted)
     dtype, codecs = CHAINS[chain][0], list(CHAINS[chain][1]())
     shape, chunk = (8, 12, 20), (4, 6, 10)  # no two axes alike

@@ -1,4 +1,4 @@
-"""Sizes, places and units of voxels, computed from the metadata in another way: by matrices."""
+"""Sizes, positions and units of voxels, compared with matrices computed from the metadata."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OF_06: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Geometry]] = {
 
 
 @pytest.mark.parametrize("kind", OF_06)
-def test_transformations_of_0_6_keep_size_place_and_unit(tmp_path: Path, kind: str) -> None:
+def test_transformations_of_0_6_give_size_position_and_unit(tmp_path: Path, kind: str) -> None:
     transform, axes, expected = OF_06[kind]
     found = geometry_of(tmp_path / "v.zarr", ome_06(transform, systems={"physical": axes}))
     assert found == expected
@@ -70,7 +70,7 @@ def test_transformations_of_0_6_keep_size_place_and_unit(tmp_path: Path, kind: s
 
 
 def test_a_further_coordinate_system_of_0_6_does_not_move_the_voxels(tmp_path: Path) -> None:
-    """Registration leads from the image's own system to another one; voxels lie along z, y, x of the first."""
+    """Registration maps the image's own system to another; the voxels follow z, y, x of the first."""
     atlas = {
         "type": "rotation",
         "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]],
@@ -81,7 +81,7 @@ def test_a_further_coordinate_system_of_0_6_does_not_move_the_voxels(tmp_path: P
     assert geometry_of(tmp_path / "v.zarr", attributes) == Geometry((1, 2, 3), (0, 0, 0), UNITS)
 
 
-def test_axes_beside_zyx_have_no_part_in_the_geometry(tmp_path: Path) -> None:
+def test_axes_other_than_zyx_do_not_affect_the_geometry(tmp_path: Path) -> None:
     level = {"path": "0", "coordinateTransformations": [scale(1, 3, 7, 2), translation(30, 99, 20, 10)]}
     attributes = multiscale("xcyz", "0.4", datasets=[level])
     found = geometry_of(tmp_path / "v.zarr", attributes, (8, 2, 9, 10))
@@ -99,9 +99,7 @@ def test_axes_beside_zyx_have_no_part_in_the_geometry(tmp_path: Path) -> None:
     ],
     ids=["none", "no scale", "too few", "in an array of its own", "text"],
 )
-def test_a_scale_that_is_not_there_or_cannot_be_read_is_unknown_and_the_volume_opens(
-    tmp_path: Path, transforms: list[dict[str, Any]]
-) -> None:
+def test_a_volume_opens_with_a_missing_or_malformed_scale(tmp_path: Path, transforms: list[dict[str, Any]]) -> None:
     attributes = multiscale("zyx", "0.4", datasets=[{"path": "0", "coordinateTransformations": transforms}])
     assert geometry_of(tmp_path / "v.zarr", attributes) is None
 

@@ -1,4 +1,4 @@
-"""What is absent: air where nothing was stored, damage where something was, the end where the whole volume is gone."""
+"""Absent chunks: air if nothing was stored, damage if something was, the end of the run if the volume is gone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_at(address: str, stored: Any = None) -> Volume:
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])
-def test_a_chunk_that_was_listed_or_read_before_and_is_gone_is_damaged(
+def test_an_absent_chunk_that_was_listed_or_read_before_is_damaged(
     tmp_path: Path, address: Address, layout: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
@@ -58,7 +58,7 @@ def test_a_chunk_that_was_listed_or_read_before_and_is_gone_is_damaged(
         assert (caught.value.chunk, caught.value.box) == ((1, 0, 2), CHUNK_BOX)
 
 
-def test_neither_what_was_never_stored_nor_a_chunk_of_nothing_but_air_is_gone(tmp_path: Path, address: Address) -> None:
+def test_chunks_that_were_never_stored_are_air(tmp_path: Path, address: Address) -> None:
     voxels = textured(SHAPE)
     voxels[32:, :32, 64:] = 0
     path = write_array(tmp_path / "v.zarr", voxels, compressors=None)
@@ -70,7 +70,7 @@ def test_neither_what_was_never_stored_nor_a_chunk_of_nothing_but_air_is_gone(tm
     np.testing.assert_array_equal(open_at(address(path), np.ones((2, 2, 3), bool)).read(WHOLE), voxels)
 
 
-def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path) -> None:
+def test_a_folder_or_broken_link_in_place_of_a_chunk_is_damage(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     volume = open_at(str(path))
     (path / "1/0/2").unlink()
@@ -88,9 +88,7 @@ def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("layout", "listed"), [("v2", False), ("v3", True), ("v3-sharded", False)])
-def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
-    tmp_path: Path, address: Address, layout: str, listed: bool
-) -> None:
+def test_a_deleted_volume_is_gone_at_the_next_read(tmp_path: Path, address: Address, layout: str, listed: bool) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     volume = open_at(address(path), np.ones((2, 2, 3), bool) if listed else None)
     shutil.rmtree(path)
@@ -99,7 +97,7 @@ def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     assert not isinstance(caught.value, UnreadableChunkError)
 
 
-def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, tmp_path: Path) -> None:
+def test_metadata_that_are_briefly_unavailable_are_an_outage(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "0/0/0").unlink()
     volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(outage_minutes=1))
@@ -109,7 +107,7 @@ def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, 
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])
-def test_another_volume_in_its_place_is_noticed_and_edited_attributes_are_not(tmp_path: Path, layout: str) -> None:
+def test_a_replaced_volume_is_detected_but_edited_attributes_are_ignored(tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     (path / CHUNK[layout]).unlink()
     volume = open_at(str(path))
@@ -127,10 +125,10 @@ def test_another_volume_in_its_place_is_noticed_and_edited_attributes_are_not(tm
 
 
 @pytest.mark.parametrize(("layout", "cut"), [("v2", 1), ("v2", 32_780), ("v2-filter", 1)])
-def test_a_shortened_blosc_chunk_is_damaged_not_filled_up_from_memory(
+def test_a_truncated_blosc_chunk_is_damaged_not_filled_from_memory(
     tmp_path: Path, address: Address, layout: str, cut: int
 ) -> None:
-    """numcodecs decodes what lies behind the bytes in memory, and says nothing."""
+    """numcodecs silently decodes memory past the end of the bytes."""
     options: dict[str, Any] = {"filters": [Delta(dtype="u1")]} if layout == "v2-filter" else {}
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **options)
     chunk = path / "1/0/2"

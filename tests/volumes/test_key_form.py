@@ -1,4 +1,4 @@
-"""Chunks that are stored, but not by the key that the metadata name: never air."""
+"""Chunks that are stored under another key encoding than the metadata say are never air."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRONG = [(2, "/", "."), (2, ".", "/"), (3, "c/", "c."), (3, "c.", "/"), (3, "/",
 
 
 def rename(path: Path, form: str) -> None:
-    """Have the metadata name another form than that of the files."""
+    """Set another key encoding in the metadata than that of the files."""
     name, separator = FORMS[form]
     file = path / ("zarr.json" if (path / "zarr.json").exists() else ".zarray")
     metadata = json.loads(file.read_bytes())
@@ -39,7 +39,7 @@ def rename(path: Path, form: str) -> None:
 
 
 def written(path: Path, zarr_format: int, form: str, voxels: Any = VOXELS, **options: Any) -> Path:
-    """An array whose chunks have keys of a form."""
+    """Write an array with a key encoding."""
     encoding = dict(zip(("name", "separator"), FORMS[form], strict=True))
     return write_array(path, voxels, 16, zarr_format=zarr_format, chunk_key_encoding=encoding, **options)
 
@@ -57,7 +57,7 @@ def whole(address: str | Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("zarr_format", "stored", "named"), WRONG)
-def test_chunks_by_another_key_than_the_metadata_name_are_refused_with_what_to_correct(
+def test_chunks_under_another_key_encoding_are_refused_with_the_correction(
     tmp_path: Path, zarr_format: int, stored: str, named: str
 ) -> None:
     path = written(tmp_path / "v.zarr", zarr_format, stored)
@@ -69,8 +69,8 @@ def test_chunks_by_another_key_than_the_metadata_name_are_refused_with_what_to_c
                 opened(address)
 
 
-def test_a_store_that_lists_is_looked_through_where_few_chunks_are_stored(tmp_path: Path, s3: Any) -> None:
-    """1 of 1728 chunks: no few probes find it."""
+def test_a_listing_finds_a_single_chunk_under_another_key_encoding(tmp_path: Path, s3: Any) -> None:
+    """1 of 1728 chunks, which a few probes would miss."""
     voxels = np.zeros((96, 96, 96), "u1")
     voxels[90, 3, 50] = 7
     path = write_array(tmp_path / "v.zarr", voxels, 8)
@@ -80,10 +80,10 @@ def test_a_store_that_lists_is_looked_through_where_few_chunks_are_stored(tmp_pa
 
 
 @pytest.mark.parametrize(("zarr_format", "stored", "named"), [(2, "/", "."), (3, "/", "c.")])
-def test_a_mixture_of_two_forms_is_refused_rather_than_read_with_holes(
+def test_a_mixture_of_two_key_encodings_is_refused_not_read_with_holes(
     tmp_path: Path, zarr_format: int, stored: str, named: str
 ) -> None:
-    """Also where nearly nothing is stored by the right one: a chunk that a careful tool has added, say."""
+    """Even if almost nothing is stored under the right one, such as a single chunk added by another tool."""
     path = written(tmp_path / "v.zarr", zarr_format, stored)
     rename(path, named)
     other = written(tmp_path / "w.zarr", zarr_format, named)
@@ -103,8 +103,8 @@ def move(path: Path, places: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "moved"), [("http", 1), ("http", 35), ("s3", 18)])
-def test_each_chunk_of_a_small_remote_volume_is_looked_for(tmp_path: Path, kind: str, moved: int, s3: Any) -> None:
-    """Whatever few of them a sample would hit."""
+def test_every_chunk_of_a_small_remote_volume_is_checked(tmp_path: Path, kind: str, moved: int, s3: Any) -> None:
+    """Even if a random sample would miss the moved chunks."""
     path = written(tmp_path / "v.zarr", 2, "/")
     chunks = sorted(key[1:] for key in objects_of(path) if key.count("/") == 3)
     move(path, [chunk for chunk in chunks if chunk != "1/1/1"][:moved])
@@ -116,8 +116,8 @@ def test_each_chunk_of_a_small_remote_volume_is_looked_for(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("disk", None), ("http", None), ("http", (16, 16, 16))])
-def test_a_chunk_met_by_another_key_only_is_not_read_as_air(tmp_path: Path, kind: str, shards: Any) -> None:
-    """Though nothing was wrong when the volume was opened; an absent chunk of a shard that is there is air."""
+def test_a_chunk_under_another_key_is_not_read_as_air(tmp_path: Path, kind: str, shards: Any) -> None:
+    """Even if nothing was wrong when the volume was opened; an absent chunk of an existing shard is air."""
     voxels = VOXELS.copy()
     voxels[:8, :8, :8] = voxels[16:32, 16:32, :16] = 0
     encoding = {"name": "v2", "separator": "/"}
@@ -136,7 +136,7 @@ def test_a_chunk_met_by_another_key_only_is_not_read_as_air(tmp_path: Path, kind
         volume.close()
 
 
-def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) -> None:
+def test_a_stray_copy_of_a_chunk_under_another_key_is_harmless(tmp_path: Path) -> None:
     path = written(tmp_path / "v.zarr", 2, "/")
     shutil.copyfile(path / "0/0/0", path / "0.0.0")
     np.testing.assert_array_equal(whole(path), VOXELS)
@@ -151,7 +151,7 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize(("names", "named"), [*((names, "/") for names in OTHER_NAMES), ("a suffix", ".")])
-def test_names_that_zarr_does_not_look_for_are_no_chunks(tmp_path: Path, names: str, named: str) -> None:
+def test_names_that_zarr_ignores_are_not_chunks(tmp_path: Path, names: str, named: str) -> None:
     path = written(tmp_path / "v.zarr", 2, ".")
     rename(path, named)
     for file in list(path.glob("[0-9]*")):
@@ -179,8 +179,8 @@ def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format:
     assert not whole(path).any(), "one stored chunk is enough"
 
 
-def test_a_few_chunks_of_another_form_among_very_many_are_refused(tmp_path: Path) -> None:
-    """More files of the right form than a page of a listing holds, and air in between that uses up all single looks."""
+def test_a_few_chunks_under_another_key_encoding_among_many_are_refused(tmp_path: Path) -> None:
+    """More files under the right encoding than fit a page of a listing, and enough air to use up all key checks."""
     path = write_array(tmp_path / "v", np.ones((48, 48, 48), np.uint8), 4, zarr_format=2)
     for index in itertools.product(range(12), repeat=3):
         (path / "/".join(map(str, index))).rename(path / ".".join(map(str, index)))
@@ -198,7 +198,7 @@ def test_a_few_chunks_of_another_form_among_very_many_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["disk", "http"])
-def test_shards_without_a_chunk_are_no_data_either(tmp_path: Path, kind: str) -> None:
+def test_shards_without_chunks_count_as_empty(tmp_path: Path, kind: str) -> None:
     air = np.zeros_like(VOXELS)
     path, full = (
         write_array(tmp_path / name, air, 8, zarr_format=3, shards=(16,) * 3, **STORED_AIR) for name in ("v", "w")
@@ -213,7 +213,7 @@ def test_shards_without_a_chunk_are_no_data_either(tmp_path: Path, kind: str) ->
         assert not whole(path if kind == "disk" else f"{web}/v").any(), "one stored chunk is enough"
 
 
-def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_absence_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     voxels = np.zeros((96, 96, 96), "u1")
     voxels[90, 3, 50] = 7
     path = write_array(tmp_path / "v.zarr", voxels, 8)
@@ -224,7 +224,7 @@ def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest
     assert "none of 64 random chunks (of 1728) is stored" in caplog.text
 
 
-def test_a_healthy_remote_volume_costs_one_round_of_a_few_requests(tmp_path: Path) -> None:
+def test_opening_a_healthy_remote_volume_takes_one_round_of_requests(tmp_path: Path) -> None:
     path, asked = write_array(tmp_path / "v.zarr", VOXELS, 8), list[str]()
     with serving(objects_of(path, "/v"), asked=asked) as address:
         opened(f"{address}/v").close()

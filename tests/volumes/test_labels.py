@@ -1,4 +1,4 @@
-"""Labels that are none of the classes: refused wherever they are read, with their share, examples and place."""
+"""Labels outside the classes are refused wherever they are read, with their share, examples and position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO, FOUR = (0, 1), (0, 1, 2, 255)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint16", "int64", "uint64", "float16", "float64"])
-def test_labels_of_the_classes_pass(dtype: str) -> None:
+def test_labels_of_the_classes_are_accepted(dtype: str) -> None:
     check_labels(np.array([0, 1, 1], dtype), TWO, "labels", BOX)
     if dtype not in ("bool", "int8"):
         check_labels(np.array([0, 255, 2], dtype), FOUR, "labels", BOX)
@@ -43,7 +43,7 @@ OUTSIDE: list[tuple[str, list[Any], tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("dtype", "voxels", "classes", "message"), OUTSIDE)
-def test_labels_of_no_class_are_refused_with_examples_and_their_share(
+def test_labels_outside_the_classes_are_refused_with_examples_and_their_share(
     dtype: str, voxels: list[Any], classes: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
@@ -57,7 +57,7 @@ def config_of(tmp_path: Path, labels: Any, **keys: Any) -> DataConfig:
     return DataConfig(volumes=(spec,), **(settings | keys))
 
 
-def test_instance_labels_are_found_before_a_run_and_by_everything_that_shows_labels(tmp_path: Path) -> None:
+def test_instance_labels_are_refused_before_a_run_and_in_every_command(tmp_path: Path) -> None:
     labels = (textured((32, 64, 64)) + np.uint64(2**40)).astype("uint64")
     config = config_of(tmp_path, labels)
     data = prepare_data(0, config)
@@ -75,7 +75,7 @@ def test_instance_labels_are_found_before_a_run_and_by_everything_that_shows_lab
                 act()
 
 
-def test_a_rare_label_ends_a_run_when_a_reader_meets_it_and_is_not_quarantined(tmp_path: Path) -> None:
+def test_a_rare_label_outside_the_classes_ends_the_run(tmp_path: Path) -> None:
     labels = textured((96, 128, 128)) % 2
     labels[90, 120, 120] = 7
     config = config_of(tmp_path, labels, max_quarantined=32, validation={"fraction": 0})

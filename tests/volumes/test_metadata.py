@@ -1,4 +1,4 @@
-"""Metadata in every spelling, and what is said of what cannot be read."""
+"""Metadata in every spelling, and the messages about unreadable metadata."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def changed(path: Path, zarr_format: int, change: Change, voxels: Any = VOXELS, **options: Any) -> Path:
-    """An array whose metadata were edited."""
+    """An array with edited metadata."""
     write_array(path, voxels, 8, zarr_format=zarr_format, **options)
     file = path / (".zarray" if zarr_format == 2 else "zarr.json")
     metadata = json.loads(file.read_bytes())
@@ -54,7 +54,7 @@ def read(address: str | Path) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [">u1", "<u1", "=u1", "u1", "uint8"])
-def test_one_byte_has_no_order_however_it_is_written(tmp_path: Path, dtype: str) -> None:
+def test_byte_order_of_one_byte_dtypes_is_ignored(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 2, set_to(dtype=dtype))), VOXELS)
     signed = VOXELS.astype("i1")
     path = changed(tmp_path / "w.zarr", 2, set_to(dtype=dtype.replace("u", "i", 1).replace("iint", "int")), signed)
@@ -63,8 +63,8 @@ def test_one_byte_has_no_order_however_it_is_written(tmp_path: Path, dtype: str)
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shards", [None, (16, 16, 16)])
-def test_an_order_of_axes_may_be_a_letter(tmp_path: Path, order: str, shards: Any) -> None:
-    """Of zarr v2 the order of a chunk's voxels, of v3 a codec, also inside of shards."""
+def test_axis_order_may_be_a_letter(tmp_path: Path, order: str, shards: Any) -> None:
+    """In zarr v2 the order of a chunk's voxels, in v3 a codec, inside shards too."""
     numbers = {"C": (0, 1, 2), "F": (2, 1, 0)}[order]
     if shards is None:
         np.testing.assert_array_equal(read(write_array(tmp_path / "v2.zarr", VOXELS, 8, order=order)), VOXELS)
@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_read_is_named_before_a_chunk_is_called_damaged(tmp_path: Path, case: str) -> None:
+def test_unsupported_metadata_are_reported_when_a_volume_is_opened(tmp_path: Path, case: str) -> None:
     zarr_format, change, words = REFUSED[case]
     path = changed(tmp_path / "v.zarr", zarr_format, change)
     with warnings.catch_warnings():
@@ -152,8 +152,8 @@ HASHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("layout", HASHES)
-def test_the_hash_of_metadata_is_that_of_each_release_of_zarr(layout: str) -> None:
-    """Sidecars and unfinished copies hold it, and zarr may be upgraded under them."""
+def test_the_metadata_hash_is_stable_across_releases_of_zarr(layout: str) -> None:
+    """Sidecars and unfinished copies contain the hash, and outlive an upgrade of zarr."""
     document, expected = HASHES[layout]
     array: Any = zarr.AsyncArray(document, StorePath(MemoryStore()))  # type: ignore[call-overload]
     assert metadata_hash(zarr.Array(array)) == expected
@@ -174,7 +174,7 @@ NO_JSON: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("case", NO_JSON)
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr_format: int) -> None:
+def test_other_content_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr_format: int) -> None:
     path = write_array(tmp_path / "v.zarr", VOXELS, 8, zarr_format=zarr_format)
     make, words = NO_JSON[case]
     file = path / (".zarray" if zarr_format == 2 else "zarr.json")
@@ -189,9 +189,7 @@ def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr
     ("zarr_format", "attributes"),
     [(2, {}), (3, None), (3, {"ome": None}), (3, {"ome": [1]}), (3, {"ome": {"multiscales": None}})],
 )
-def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
-    tmp_path: Path, zarr_format: int, attributes: Any
-) -> None:
+def test_a_group_without_multiscales_is_refused(tmp_path: Path, zarr_format: int, attributes: Any) -> None:
     group = {"zarr_format": zarr_format} | (
         {"node_type": "group", "attributes": attributes} if zarr_format == 3 else {}
     )
@@ -203,7 +201,7 @@ def test_a_group_whose_attributes_name_no_image_is_said_to_be_none(
         read(tmp_path / "g")
 
 
-def test_a_null_for_consolidated_metadata_and_a_byte_order_mark_are_read_over(tmp_path: Path) -> None:
+def test_null_consolidated_metadata_and_a_byte_order_mark_are_accepted(tmp_path: Path) -> None:
     path = changed(tmp_path / "v.zarr", 3, set_to(consolidated_metadata=None))
     (path / "zarr.json").write_bytes(b"\xef\xbb\xbf" + (path / "zarr.json").read_bytes())
     np.testing.assert_array_equal(read(path), VOXELS)
@@ -222,7 +220,7 @@ NO_ZARR: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", NO_ZARR)
-def test_what_is_given_in_place_of_a_zarr_is_named(tmp_path: Path, case: str) -> None:
+def test_a_path_to_something_other_than_zarr_is_named(tmp_path: Path, case: str) -> None:
     name, data, words = NO_ZARR[case]
     file = tmp_path / name
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +234,7 @@ def test_what_is_given_in_place_of_a_zarr_is_named(tmp_path: Path, case: str) ->
 
 
 def write_collection(path: Path, images: int, zarr_format: int = 2) -> Path:
-    """As bioformats2raw does."""
+    """A collection as written by bioformats2raw."""
     layout = {"bioformats2raw.layout": 3}
     attributes = layout if zarr_format == 2 else {"ome": {"version": "0.5"} | layout}
     zarr.create_group(str(path), zarr_format=zarr_format, attributes=attributes)
@@ -255,7 +253,7 @@ def message_of(address: str) -> str:
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_a_collection_names_its_images_and_what_is_named_can_be_opened(tmp_path: Path, zarr_format: int) -> None:
+def test_the_error_for_a_collection_names_images_that_can_be_opened(tmp_path: Path, zarr_format: int) -> None:
     path = write_collection(tmp_path / "v.zarr", 12, zarr_format)
     message = message_of(f"{path}/")
     assert f"got {path}, which is a bioformats2raw collection of images without multiscales metadata" in message
@@ -265,7 +263,7 @@ def test_a_collection_names_its_images_and_what_is_named_can_be_opened(tmp_path:
     np.testing.assert_array_equal(volume.read(((0, 0, 0), (8, 8, 8))), textured((8, 8, 8)))
 
 
-def test_a_group_names_the_arrays_in_it(tmp_path: Path) -> None:
+def test_the_error_for_a_group_names_its_arrays(tmp_path: Path) -> None:
     path = tmp_path / "v.zarr"
     zarr.create_group(str(path), zarr_format=3)
     assert message_of(str(path)).endswith(

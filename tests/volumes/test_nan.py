@@ -1,4 +1,4 @@
-"""NaN and infinity are data: read as air or as a number, damage only where `data.nan` says so."""
+"""NaN and infinity are read as air or as a number, and are damage only with `data.nan=error`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BAD = (np.nan, np.inf, -np.inf)
 
 
 def outside(shape: tuple[int, int, int] = SHAPE) -> np.ndarray:
-    """Outside of a cylinder's field of view."""
+    """Mask of the voxels outside a cylindrical field of view."""
     _, y, x = np.ogrid[: shape[0], : shape[1], : shape[2]]
     return np.broadcast_to((y - shape[1] / 2) ** 2 + (x - shape[2] / 2) ** 2 > 24**2, shape)
 
 
 def write_ct(path: Path, dtype: str = "float32", **options: Any) -> np.ndarray:
-    """Returns the voxels, NaN and infinities outside of the field of view."""
+    """Write and return voxels with NaN and infinity outside the field of view."""
     voxels = textured(SHAPE).astype(dtype)
     voxels[outside()] = np.resize(np.array(BAD, dtype), outside().sum())
     write_array(path, voxels, **options)
@@ -48,7 +48,7 @@ def opened(path: Path, nan: Nan = "air") -> Volume:
 @pytest.mark.parametrize("dtype", ["float16", "float32", ">f4"])
 @pytest.mark.parametrize("nan", ["air", -1000.0])
 @pytest.mark.parametrize("fill", [None, 7.0, np.nan, -np.inf])
-def test_every_reader_of_voxels_meets_numbers_alone(tmp_path: Path, dtype: str, nan: Nan, fill: float | None) -> None:
+def test_every_read_returns_finite_voxels(tmp_path: Path, dtype: str, nan: Nan, fill: float | None) -> None:
     voxels = write_ct(tmp_path / "v.zarr", dtype, **({} if fill is None else {"fill_value": fill}))
     (tmp_path / "v.zarr/0/0/0").unlink()
     air = fill if fill == 7.0 else 0.0
@@ -66,8 +66,8 @@ def test_every_reader_of_voxels_meets_numbers_alone(tmp_path: Path, dtype: str, 
     assert 0.1 < inside.mean() < 0.9
 
 
-def test_as_errors_they_are_damage_of_their_whole_chunk_whatever_part_is_read(tmp_path: Path) -> None:
-    """A region that does not touch the NaN is refused as well: else order depends on who met it first."""
+def test_nan_as_error_damages_the_whole_chunk(tmp_path: Path) -> None:
+    """Regions that do not touch the NaN are refused too, so that the order of samples does not depend on the readers."""
     voxels = textured(SHAPE, dtype="float32")
     voxels[40, 41, 42] = np.nan
     volume = opened(write_array(tmp_path / "v.zarr", voxels), "error")
@@ -79,15 +79,13 @@ def test_as_errors_they_are_damage_of_their_whole_chunk_whatever_part_is_read(tm
     volume.read(((0, 0, 0), (32, 64, 96)))
 
 
-def test_a_number_that_the_dtype_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_replacement_outside_the_dtype_is_refused(tmp_path: Path) -> None:
     write_ct(tmp_path / "v.zarr", "float16")
     with pytest.raises(DataError, match=r"data.nan=1e\+06 does not fit into the float16 voxels"):
         opened(tmp_path / "v.zarr", 1e6)
 
 
-def test_a_copy_keeps_them_and_ends_and_a_verification_finds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_keep_nan_and_verify_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     voxels = write_ct(tmp_path / "v.zarr", fill_value=np.nan)
     out = tmp_path / "copy.zarr"
@@ -96,7 +94,7 @@ def test_a_copy_keeps_them_and_ends_and_a_verification_finds_nothing(
     assert not verify_volume(ArrayConfig(path=str(tmp_path / "v.zarr"))).broken
 
 
-def test_a_stream_trains_on_and_says_once_how_many_there_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_logs_the_share_of_nan_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     write_ct(tmp_path / "v.zarr")
     for _ in range(2):
@@ -111,7 +109,7 @@ def test_a_stream_trains_on_and_says_once_how_many_there_are(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("nan", ["air", -1000.0])
-def test_grey_values_are_those_of_the_numbers(tmp_path: Path, nan: Any) -> None:
+def test_grey_value_statistics_exclude_nan(tmp_path: Path, nan: Any) -> None:
     voxels = write_ct(tmp_path / "v.zarr")
     numbers = voxels[~outside()]
     config = DataConfig(volumes=(VolumeConfig(path=str(tmp_path / "v.zarr")),), patch_size=(8, 16, 16), nan=nan)
@@ -122,8 +120,8 @@ def test_grey_values_are_those_of_the_numbers(tmp_path: Path, nan: Any) -> None:
     assert found.minimum >= numbers.min()
 
 
-def test_nan_of_a_mask_or_level_is_no_foreground(tmp_path: Path) -> None:
-    """Whatever it is read as elsewhere: data.nan=-1000 is not 0."""
+def test_nan_in_a_mask_or_level_is_not_foreground(tmp_path: Path) -> None:
+    """Whatever replaces it elsewhere: data.nan=-1000 is not 0."""
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     maps = []
     for name, bad in (("nan", np.nan), ("inf", np.inf), ("zero", 0.0)):
@@ -135,7 +133,7 @@ def test_nan_of_a_mask_or_level_is_no_foreground(tmp_path: Path) -> None:
     assert len(set(maps)) == 1
 
 
-def test_nan_of_labels_is_class_0(tmp_path: Path) -> None:
+def test_nan_in_labels_is_class_0(tmp_path: Path) -> None:
     labels = np.where(outside(), np.nan, 1).astype("float32")
     write_array(tmp_path / "v.zarr", textured(SHAPE))
     write_array(tmp_path / "labels.zarr", labels)

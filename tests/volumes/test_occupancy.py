@@ -1,4 +1,4 @@
-"""Where there is something to see: sidecars, listings, coarse levels and masks, against the voxels themselves."""
+"""Sidecars, listings, coarse levels and masks, compared with the voxels themselves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def some_chunks(seed: int = 0) -> Voxels:
 
 
 def voxels_of(chunks: Voxels, shape: tuple[int, ...] = SHAPE) -> Voxels:
-    """Textured where the chunks are, else 0, which zarr does not store."""
+    """Texture in the given chunks, 0 elsewhere, which zarr does not store."""
     mask = chunks
     for axis in range(3):
         mask = np.repeat(mask, 32, axis).take(range(shape[axis]), axis)
@@ -64,9 +64,7 @@ def voxels_of(chunks: Voxels, shape: tuple[int, ...] = SHAPE) -> Voxels:
 
 
 @pytest.mark.parametrize(("layout", "separator"), [("v2", "/"), ("v2", "."), ("v3", "."), ("v3-sharded", "/")])
-def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
-    tmp_path: Path, layout: str, separator: str
-) -> None:
+def test_a_listing_finds_exactly_the_stored_chunks(tmp_path: Path, layout: str, separator: str) -> None:
     name = {"v2": "v2", "v3": "default", "v3-sharded": "default"}[layout]
     options = LAYOUTS[layout] | {"chunk_key_encoding": {"name": name, "separator": separator}}
     path = tmp_path / "v.zarr"
@@ -80,7 +78,7 @@ def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
 
 
 def test_no_patch_comes_from_a_shard_with_a_damaged_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is not known of it is not told to the readers either: its air would be gone once it is restored."""
+    """Readers do not get it as a list of absent chunks: after a repair, its chunks would count as gone."""
     path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
     shard = path / "c/0/0/0"
     sound = shard.read_bytes()
@@ -112,7 +110,7 @@ def put_sidecar(path: Path, chunks: Any, name: str = "occupancy") -> None:
         np.savez_compressed(out, **{name: chunks})
 
 
-def test_a_sidecar_lies_beside_its_level(tmp_path: Path) -> None:
+def test_a_sidecar_is_found_next_to_its_level(tmp_path: Path) -> None:
     path = write_ome(tmp_path / "v.zarr", {"0": textured(SHAPE), "1": textured(SHAPE)})
     put_sidecar(path / "1", some_chunks())
     for level, expected in ((0, np.ones(GRID, bool)), (1, some_chunks())):
@@ -120,7 +118,7 @@ def test_a_sidecar_lies_beside_its_level(tmp_path: Path) -> None:
         np.testing.assert_array_equal(chunk_occupancy(volume), expected)
 
 
-def test_a_sidecar_of_shards_is_as_good_as_one_of_chunks(tmp_path: Path) -> None:
+def test_a_sidecar_may_list_shards(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
     shards = np.array([[[1, 1], [0, 1]], [[1, 0], [1, 1]]], bool)
     put_sidecar(path, shards)
@@ -153,7 +151,7 @@ BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("bad", BAD_SIDECARS)
-def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str) -> None:
+def test_a_sidecar_of_another_volume_is_refused(tmp_path: Path, bad: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     write, words = BAD_SIDECARS[bad]
     write(path)
@@ -165,7 +163,7 @@ def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str
 def test_a_sidecar_from_before_the_volume_grew_is_refused(
     server: ChunkServer, tmp_path: Path, layout: str, remote: bool
 ) -> None:
-    """One that somebody made by hand may leave chunks out; one of ours says what was stored, and is out of date."""
+    """A sidecar made by hand may omit chunks; one of ours lists what was stored, and is out of date."""
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     half = np.ones(GRID, bool)
     half[:, :, 2:] = False
@@ -177,7 +175,7 @@ def test_a_sidecar_from_before_the_volume_grew_is_refused(
         chunk_occupancy(opened(address))
 
 
-def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, tmp_path: Path) -> None:
+def test_a_plan_on_a_web_server_needs_a_sidecar(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     config = data_config(server.url_of(path), min_foreground=0.5)
     with pytest.raises(DataError, match=r"Cannot list the chunks of http.* put a `\.chunk_occupancy\.npz` next to"):
@@ -190,7 +188,7 @@ def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, 
 
 
 def counted_by_hand(coarse: Voxels, threshold: float, merged: tuple[int, ...]) -> Voxels:
-    """The share of each cell of `merged` coarse voxels that is above the threshold, in 255ths, halves upwards."""
+    """Share of each cell of `merged` coarse voxels above the threshold, in 255ths, halves rounded up."""
     counts = [-(-size // m) for size, m in zip(coarse.shape, merged, strict=True)]
     shares = np.zeros(counts, np.uint8)
     for cell in np.ndindex(*counts):
@@ -252,7 +250,7 @@ def blob(shape: tuple[int, int, int]) -> Voxels:
 
 
 def shares_of(prepared: PreparedData, voxels: Voxels, mask: Voxels, batches: int) -> list[float]:
-    """The share of each delivered patch that is foreground, by counting its voxels in the mask."""
+    """Foreground share of each delivered patch, by counting its voxels in the mask."""
     size = prepared.plan.patch_zyx
     with open_stream(prepared.job) as stream:
         patches, indices = collect(stream, batches)
@@ -265,7 +263,7 @@ def shares_of(prepared: PreparedData, voxels: Voxels, mask: Voxels, batches: int
 
 
 def qualifying_by_counting(prepared: PreparedData, mask: Voxels, least: float) -> set[tuple[int, ...]]:
-    """The starts in the training box whose patch holds enough foreground."""
+    """Starts in the training box whose patch contains enough foreground."""
     size = prepared.plan.patch_zyx
     total = np.pad(mask.astype(np.int64).cumsum(0).cumsum(1).cumsum(2), ((1, 0),) * 3)
     for axis, length in enumerate(size):  # the sum of each window, from sums over all before
@@ -285,10 +283,10 @@ def qualifying_of(prepared: PreparedData) -> set[Triple]:
 
 
 @pytest.mark.parametrize(("source", "remote"), [("mask", False), ("level", True), ("chunks", False)])
-def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
+def test_every_patch_contains_enough_foreground_at_the_resolution_of_its_map(
     server: ChunkServer, tmp_path: Path, source: str, remote: bool
 ) -> None:
-    """A map of cells of 16 or 32 voxels that are all or nothing is exact, so the voxels can be held against it."""
+    """A binary map with cells of 16 or 32 voxels is exact, so it can be compared with the voxels."""
     cell = 32 if source == "chunks" else 16
     shape = (96, 128, 128) if source == "chunks" else (48, 64, 64)  # in cells of 32 the body needs the larger one
     coarse = blob((shape[0] // cell, shape[1] // cell, shape[2] // cell))
@@ -310,7 +308,7 @@ def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
     assert qualifying_of(prepared) == qualifying_by_counting(prepared, mask, 0.4)
 
 
-def test_a_volume_without_enough_foreground_says_so(tmp_path: Path) -> None:
+def test_a_volume_without_enough_foreground_is_refused(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     mask = write_array(tmp_path / "mask.zarr", np.zeros((96, 128, 128), "u1"), **STORED_AIR)
     config = data_config(path, min_foreground=0.5)
@@ -351,8 +349,8 @@ print(peak_kib * 1024, volume.num_visits_per_pass, prepared_s, time.monotonic() 
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_the_largest_scroll_is_planned_in_little_memory(tmp_path: Path) -> None:
-    """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored, says a sidecar."""
+def test_planning_the_largest_scroll_takes_little_memory(tmp_path: Path) -> None:
+    """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored according to a sidecar."""
     path, shape, counts = tmp_path / "v.zarr", (75784, 32693, 32693), (593, 256, 256)
     zarr.create_array(
         str(path), shape=shape, dtype="uint8", chunks=(128, 128, 128), zarr_format=2, fill_value=0, compressors=None

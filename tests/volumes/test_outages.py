@@ -1,4 +1,4 @@
-"""A store that does not answer is waited for, says so, and ends in one line; what refuses is not asked again."""
+"""Reads are retried during an outage, which is logged and ends in one message; refusals are not retried."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def address(server: ChunkServer, tmp_path: Path) -> str:
 
 
 def source_at(address: str, config: StoreConfig = FAST) -> Source:
-    """A source whose volume is open."""
+    """A source whose store has answered before."""
     return Source(address, config, has_answered=True)
 
 
-def test_an_outage_is_waited_for_however_many_tries_it_takes(
+def test_an_outage_is_retried_until_it_ends(
     server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": 429, "times": 40}])
@@ -49,9 +49,7 @@ def test_an_outage_is_waited_for_however_many_tries_it_takes(
     assert not caplog.records, "a blip is not worth a line"
 
 
-def test_an_outage_that_lasts_ends_in_a_line_with_its_beginning_its_cause_and_the_way_on(
-    server: ChunkServer, address: str
-) -> None:
+def test_a_long_outage_ends_with_its_start_cause_and_remedy(server: ChunkServer, address: str) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": 500}])
     began = time.monotonic()
     with pytest.raises(OutageError) as caught:
@@ -70,7 +68,7 @@ def test_an_outage_that_lasts_ends_in_a_line_with_its_beginning_its_cause_and_th
     assert caught.value.exit_code == 6
 
 
-def test_the_state_of_an_outage_can_be_read_while_it_lasts(server: ChunkServer, address: str) -> None:
+def test_an_outage_is_visible_while_it_lasts(server: ChunkServer, address: str) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": 503}])
     source = source_at(address, PATIENT)
     before = time.time()
@@ -90,7 +88,7 @@ def test_the_state_of_an_outage_can_be_read_while_it_lasts(server: ChunkServer, 
     assert source.outage is None
 
 
-def test_one_line_a_minute_says_since_when_and_why_and_one_that_it_is_over(
+def test_an_outage_is_logged_every_minute_and_at_its_end(
     server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.3)
@@ -111,7 +109,7 @@ def test_one_line_a_minute_says_since_when_and_why_and_one_that_it_is_over(
     assert infos in ([f"{address} answers again after {seconds}s"] for seconds in (2, 3))
 
 
-def test_an_address_that_never_answered_is_given_up_soon_and_the_line_names_its_own_limit(
+def test_a_store_that_never_answered_is_given_up_early(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retry, "_FIRST_ANSWER_S", 0.3)
@@ -130,7 +128,7 @@ def test_an_address_that_never_answered_is_given_up_soon_and_the_line_names_its_
 
 
 @pytest.mark.parametrize("status", [401, 403, 501])
-def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServer, address: str, status: int) -> None:
+def test_a_refusal_is_not_retried_and_is_not_damage(server: ChunkServer, address: str, status: int) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": status}])
     remedy = "what stands between" if status == 501 else "credentials"
     with pytest.raises(RefusedError, match=rf"{status} .* for data in {address}.*{remedy}"):
@@ -138,8 +136,8 @@ def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServe
     assert server.stats()["requests"] == 1
 
 
-def test_a_store_that_forbids_what_is_absent_opens_and_reads(server: ChunkServer, tmp_path: Path) -> None:
-    """As S3 does for who may read and not list: 403 for all that is absent, also for `zarr.json` beside `.zarray`."""
+def test_a_store_that_forbids_absent_keys_can_be_read(server: ChunkServer, tmp_path: Path) -> None:
+    """As in S3 without permission to list: 403 for every absent key, including `zarr.json` next to `.zarray`."""
     path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
     (path / "0/0/1").unlink()
     stored = "|".join(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
@@ -164,7 +162,7 @@ def test_a_range_beyond_the_end_is_damage_not_an_outage(server: ChunkServer, add
 
 
 class Flaky:
-    """`Path.open` of a file system that is away: fails with a number of the system until it is back."""
+    """`Path.open` on an unavailable file system: fails with an errno until the system is back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, only: str = "") -> None:
         self.away, real = True, Path.open
@@ -178,7 +176,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_a_mount_that_is_away_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_an_unavailable_mount_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     (tmp_path / "data").write_bytes(DATA)
     source = source_at(str(tmp_path), PATIENT)
     mount = Flaky(monkeypatch, number)
@@ -191,7 +189,7 @@ def test_a_mount_that_is_away_is_an_outage(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_bad_sector_under_one_chunk_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata can be read: waiting for an hour would not help."""
+    """The metadata are readable, so retries for an hour would not help."""
     (tmp_path / "data").write_bytes(DATA)
     (tmp_path / ".zarray").write_text("{}")
     source = source_at(str(tmp_path), PATIENT)

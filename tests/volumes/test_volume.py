@@ -1,4 +1,4 @@
-"""Opening volumes: every layout that real scrolls come in, and a clear refusal of everything else."""
+"""Opening volumes: every layout of real scrolls, and clear errors for everything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_at(path: Path, **options: Any) -> Volume:
 
 
 def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "zyx", version: str = "0.4") -> Path:
-    """An OME-Zarr whose levels have the given names, in the given order, and as many micrometers as the first one."""
+    """An OME-Zarr with the given level names, in the given order; all levels have the physical size of the first."""
     finest = next(iter(levels.values())).shape
     zarr_format = 2 if version == "0.4" else 3
     group = zarr.create_group(str(path), zarr_format=zarr_format)
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def full_range(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Voxels all over the dtype's range: those that a conversion on the way would round, wrap or clip."""
+    """Voxels across the dtype's range, including those that a conversion would round, wrap or clip."""
     rng = np.random.default_rng(0)
     if dtype == "bool":
         return rng.random(shape) < 0.5
@@ -109,7 +109,7 @@ BIG_ENDIAN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", BIG_ENDIAN.values(), ids=BIG_ENDIAN)
 @pytest.mark.parametrize("dtype", ["int16", "float64"])
-def test_big_endian_voxels_come_in_native_order(
+def test_big_endian_voxels_are_returned_in_native_order(
     server: ChunkServer, tmp_path: Path, dtype: str, options: dict[str, Any]
 ) -> None:
     voxels = full_range(dtype, (40, 32, 32))
@@ -128,7 +128,7 @@ def test_big_endian_voxels_come_in_native_order(
     [("int16", -1024), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)],
 )
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, fill: Any, zarr_format: int) -> None:
+def test_an_absent_chunk_has_exactly_the_fill_value(tmp_path: Path, dtype: str, fill: Any, zarr_format: int) -> None:
     path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 64), dtype), fill_value=fill, zarr_format=zarr_format)
     (path / ("0/0/1" if zarr_format == 2 else "c/0/0/1")).unlink()
     volume = open_at(path)
@@ -138,7 +138,7 @@ def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, 
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_a_level_is_looked_up_in_the_metadata_not_guessed(tmp_path: Path, version: str) -> None:
+def test_the_path_of_a_level_comes_from_the_metadata(tmp_path: Path, version: str) -> None:
     fine, coarse = textured((64, 64, 64)), textured((32, 32, 32), seed=1)
     path = write_ome(tmp_path / "v.zarr", {"fine": fine, "0": coarse}, version=version)
     np.testing.assert_array_equal(whole(open_at(path, level=0)), fine)
@@ -160,7 +160,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSALS, ids=[f"{k} {o or ''}" for k, o, _ in REFUSALS])
-def test_what_is_no_volume_is_refused_with_the_rule_and_the_remedy(
+def test_anything_but_a_volume_is_refused_with_a_remedy(
     tmp_path: Path, kind: str, options: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "v.zarr"
@@ -196,7 +196,7 @@ def _write_wrong(kind: str, path: Path) -> None:
         ("scroll_v2_sparse_ragged.zarr", (250, 200, 230), 128),
     ],
 )
-def test_real_scroll_stores_open_and_hold_the_same_voxels(store: str, shape: tuple[int, int, int], chunk: int) -> None:
+def test_real_scroll_stores_open_with_the_expected_voxels(store: str, shape: tuple[int, int, int], chunk: int) -> None:
     volume = open_at(SCROLL_DATA / store)
     assert volume.shape_zyx == shape
     assert volume.chunk_zyx == (chunk,) * 3
@@ -212,7 +212,7 @@ def test_real_scroll_stores_open_and_hold_the_same_voxels(store: str, shape: tup
 
 
 @pytest.mark.parametrize(("layout", "where"), [("v2", "disk"), ("v3-sharded", "http")])
-def test_opening_and_reading_a_volume_changes_no_setting_of_the_process(
+def test_opening_and_reading_a_volume_changes_no_process_settings(
     server: ChunkServer, tmp_path: Path, layout: str, where: str
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS[layout])
@@ -237,14 +237,14 @@ NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_a_percentile_between_the_ends_of_the_dtype_does_not_overflow(dtype: str) -> None:
+def test_percentiles_across_the_range_of_a_dtype_do_not_overflow(dtype: str) -> None:
     limits = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
     least, most = (0.0, 1000.0) if dtype.startswith("float") else (limits.min, limits.max)
     (found,) = percentiles(np.array([least, most], dtype), [25])
     assert found == pytest.approx(0.75 * int(least) + 0.25 * int(most), rel=1e-6)
 
 
-def test_percentiles_are_not_rounded_to_float16_and_bool_has_some() -> None:
+def test_percentiles_of_float16_are_not_rounded_and_bool_works() -> None:
     (found,) = percentiles(np.array([1024, 1025], np.float16), [30])
     assert found == pytest.approx(1024.3, abs=1e-4)  # float32 rounding; float16 has steps of 1 there
     assert percentiles(np.array([False, True, True]), [0, 50, 100]) == (0.0, 1.0, 1.0)

@@ -1,7 +1,7 @@
-"""Copies a box of a level of a volume, remote or not, to an OME-Zarr on disk; killed at any instant, it can be resumed.
+"""Copies a box of a volume's level, local or remote, to an OME-Zarr on disk; can be resumed if killed at any time.
 
-Chunk i of the copy begins at voxel i * chunk of the box.  Each is read while the next ones are being fetched, and is
-written whole or not at all (`partial.py`); what exists is skipped.
+Chunk i of the copy starts at voxel i * chunk of the box.  Chunks are read while the next ones are fetched, and written
+atomically (`partial.py`); existing ones are skipped.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """What is copied where."""
+    """The arguments of a copy."""
 
     source: ArrayConfig
     out: Path  # a name that ends in .zarr
     start_zyx: Triple = (0, 0, 0)
     size_zyx: Triple | None = None  # None = to the end of the level
-    levels: int = 1  # of the copy; those after the first are means of 2x2x2 voxels
+    levels: int = 1  # of the copy; each after the first halves the one before
 
 
 @dataclass
 class CopyFigures:
-    """Progress of a copy, and in the end its report."""
+    """Progress and final report of a copy."""
 
-    source_box: Box  # what is copied
+    source_box: Box  # in voxels of the source
     chunks: int  # of the copy, all levels
-    before: int = 0  # chunks that earlier processes have written
+    before: int = 0  # chunks written by earlier processes
     # written, air: chunks of this process; air is not stored
     written: int = 0
     air: int = 0
-    voxel_bytes: int = 0  # of the finest level, that this process has read
-    stored_bytes: int = 0  # what it has written
-    fetched_bytes: int | None = None  # what came from a remote store; None for a source on a disk
+    voxel_bytes: int = 0  # of the finest level, read by this process
+    stored_bytes: int = 0  # written by this process
+    fetched_bytes: int | None = None  # from a remote store; None for a source on disk
     seconds: float = 0.0
-    failures: list[UnreadableChunkError] = field(default_factory=list)  # one a chunk
+    failures: list[UnreadableChunkError] = field(default_factory=list)  # one per chunk
 
     @property
     def done(self) -> int:
-        """Chunks that are done."""
+        """Number of finished chunks."""
         return self.before + self.written + self.air
 
     def count(self, size: int) -> None:
-        """A chunk of so many bytes is written; 0 = air."""
+        """Count a finished chunk of `size` stored bytes; 0 = air."""
         self.stored_bytes += size
         self.written += size > 0
         self.air += size == 0
@@ -75,16 +75,16 @@ def copy_box(
     store: StoreConfig = StoreConfig(),
     on_progress: Callable[[CopyFigures], None] = lambda figures: None,
 ) -> CopyFigures:
-    """Copy a box, or resume its copy; a finished copy is left as it is.
+    """Copy a box, or resume a copy; a finished copy is left unchanged.
 
     Args:
         on_progress: called after each chunk, from this thread.
 
     Raises:
-        ConfigError: the box is not inside the level, or something else is at `out` or was begun there.
-        DataError: the source cannot be opened, chunks could not be read (all others are copied then), or the store did
+        ConfigError: the box is not inside the level, or `out` or its partial copy is something else.
+        DataError: the source cannot be opened, chunks are unreadable (all others are copied then), or the store did
             not answer for `outage_minutes`.
-        StorageError: the disk refuses or is full; what is done stays.
+        StorageError: the disk fails or is full; finished chunks are kept.
     """
     started = time.monotonic()
     volume = open_volume(request.source, store, nan="keep")
@@ -116,7 +116,7 @@ def _fill(
     on_progress: Callable[[CopyFigures], None],
     started: float,
 ) -> None:
-    """Write all levels, and count."""
+    """Write all levels and count chunks."""
     corner = figures.source_box[0]
     figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(target.plan.levels))
 
@@ -138,7 +138,7 @@ def _fill(
         try:
             voxels = volume.read(shifted(box, corner))
         except UnreadableChunkError as error:
-            log.warning("chunk %s cannot be read and is skipped for now: %s", list(error.chunk), error.cause)
+            log.warning("skipping chunk %s, which cannot be read: %s", list(error.chunk), error.cause)
             figures.failures.append(error)
             report()
             return None
@@ -150,15 +150,15 @@ def _fill(
         target.fill(0, read, count, stage)
         if figures.failures:
             first = figures.failures[0]
+            more = f" (and {len(figures.failures) - 1} more chunks)" if len(figures.failures) > 1 else ""
             problem = (
-                f"every chunk of the box must be readable; got {len(figures.failures)} that cannot be read, the first "
-                f"chunk {list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
-                "command again"
+                f"Cannot read chunk {list(first.chunk)} of {first.volume}: {first.cause}{more}; restore it from its "
+                "source and run the same command again"
             )
     except OutageError as error:
         problem = str(error)
     if problem:
-        raise DataError(f"{problem}; {figures.done} of {figures.chunks} chunks are done and stay in {target.path}")
+        raise DataError(f"{problem}; {figures.done} of {figures.chunks} chunks are finished and kept in {target.path}")
     target.fill_coarser(count)
 
 
@@ -169,15 +169,15 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
     box = box_at(start, size)
     if not is_inside(box, shape):
         raise ConfigError(
-            f"a box must lie inside the level; got start {list(start)} and size {list(size)} in {volume.name} of "
-            f"{format_sizes(shape)} voxels; change --start or --size"
+            f"The box (start {list(start)}, size {list(size)}) is not inside {volume.name} of {format_sizes(shape)} "
+            "voxels; change --start or --size"
         )
     check_levels(request.levels, size)
     return box
 
 
 def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
-    """The arguments that a copy is resumed with, as plain JSON."""
+    """The arguments that identify a copy, as plain JSON."""
     address = request.source.path
     return {
         "source": volume.source.shown if volume.source.remote else str(Path(address).resolve()),
@@ -191,9 +191,9 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
 
 
 def _cache_bytes(volume: Volume, box: Box) -> int:
-    """Disk cache for the chunks of a remote source that several chunks of the copy need: three layers of them.
+    """Size of the disk cache for source chunks that overlap several chunks of the copy: three layers of them.
 
-    None are where the box begins at a chunk.
+    0 if the box is aligned with the chunks, or the source is on disk.
     """
     aligned = all(lo % chunk == 0 for lo, chunk in zip(box[0], volume.chunk_zyx, strict=True))
     if aligned or not volume.source.remote:
@@ -204,8 +204,11 @@ def _cache_bytes(volume: Volume, box: Box) -> int:
 
 
 def _multiscale_of(volume: Volume, plan: Pyramid, box: Box, out: Path) -> dict[str, Any]:
-    """Metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units of the
-    source; in voxels where the source has no scale.  As in the published scrolls, all levels begin at one corner."""
+    """Metadata of the copy.
+
+    The box's offset becomes a translation, in the source's units, or in voxels if the source has no scale.  As in the
+    published scrolls, all levels start at the same corner.
+    """
     geometry = volume.geometry or VOXELS
     offset = zip(geometry.translation_zyx, geometry.scale_zyx, box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]

@@ -1,6 +1,6 @@
-"""Makes an OME-Zarr with a pyramid of a scan in another format; killed at any instant, it can be resumed.
+"""Converts a scan in another format to an OME-Zarr pyramid; can be resumed if killed at any time.
 
-A layer of the source as deep as a shard is decoded to a file without a name; chunks are read from there.
+The source is decoded in layers as deep as a shard to an unnamed temporary file, from which chunks are read.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ _LAYER = _CHUNK * _PER_SHARD  # slices
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What is imported where."""
+    """The arguments of an import."""
 
     source: str
     out: Path  # a name that ends in .zarr
     select: tuple[int, ...] = ()
-    shape: Triple | None = None  # this and dtype: of a file without a header
+    shape: Triple | None = None  # this and dtype: for a file without a header
     dtype: np.dtype[Any] | None = None
-    voxel_size_um: FloatTriple | None = None  # None = as the source says
-    levels: int | None = None  # None = down to the one that fits into a chunk
+    voxel_size_um: FloatTriple | None = None  # None = from the source
+    levels: int | None = None  # None = down to the first that fits into a chunk
     v2: bool = False  # write OME-Zarr 0.4
 
 
 def import_volume(
     request: ImportRequest, on_progress: Callable[[CopyFigures, str], None] = lambda figures, doing: None
 ) -> tuple[Stored, CopyFigures]:
-    """Import a scan, or resume its import; a finished one is left as it is.
+    """Import a scan, or resume an import; a finished import is left unchanged.
 
     Args:
-        on_progress: called after each chunk, and with words while a layer is decoded, from this thread.
+        on_progress: called after each chunk, and with a text while a layer is decoded, from this thread.
 
     Returns:
-        What was imported, and the figures.
+        The scan, and the report of the import.
 
     Raises:
         ConfigError: the arguments are wrong, or something else is at `out`.
-        DataError: the source cannot be read; what is done stays.
-        StorageError: the disk refuses, is full, or does not give back what was written; what is done stays.
+        DataError: the source cannot be read; finished chunks are kept.
+        StorageError: the disk fails, is full, or returns other bytes than were written; finished chunks are kept.
     """
     started = time.monotonic()
     check_name(request.out)
@@ -96,7 +96,7 @@ def import_volume(
 
 
 def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
-    """The arguments that an import is resumed with, and what the files looked like; as plain JSON."""
+    """The arguments that identify an import, and a hash of the source files' sizes and times, as plain JSON."""
     about = [(file.name, (facts := file.stat()).st_size, facts.st_mtime_ns) for file in source.files]
     arguments = vars(request) | {"source": str(Path(request.source).resolve()), "out": None}
     files = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
@@ -106,15 +106,15 @@ def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
 
 @contextmanager
 def _by_layers(
-    source: Stored, target: PartialCopy, figures: CopyFigures, tell: Callable[[CopyFigures, str], None]
+    source: Stored, target: PartialCopy, figures: CopyFigures, on_progress: Callable[[CopyFigures, str], None]
 ) -> Iterator[Callable[[Box], NDArray[Any]]]:
-    """What reads boxes of a source that is decoded one layer after the other, to a file that is gone afterwards."""
+    """A function that reads boxes of the source, decoding one layer at a time to a temporary file."""
     shape, unit = triple(source.shape), triple(source.unit)
     depth, *plane = shape
     slice_bytes, decoded = math.prod(plane) * source.dtype.itemsize, -1
     with disk_errors(target.out):
-        file = tempfile.TemporaryFile(dir=target.path)  # noqa: SIM115 - its use raises other errors
-        # It is written through memory maps, which end the process where the disk is full.
+        file = tempfile.TemporaryFile(dir=target.path)  # noqa: SIM115 - used outside `disk_errors`
+        # Allocated in advance, because a memory map kills the process when the disk is full.
         os.posix_fallocate(file.fileno(), 0, min(depth, _LAYER) * slice_bytes)
 
     def slice_at(z: int) -> NDArray[Any]:
@@ -125,9 +125,9 @@ def _by_layers(
         (first, *_), (last, *_) = box
         if decoded != (decoded := first // _LAYER):
             layer = chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), shape)
-            for place in itertools.product(*chunk_ranges(layer, unit)):
-                part = intersection(chunk_box(place, unit, shape), layer)
-                tell(figures, f"decoding slice {part[0][0]} of {depth}")
+            for index in itertools.product(*chunk_ranges(layer, unit)):
+                part = intersection(chunk_box(index, unit, shape), layer)
+                on_progress(figures, f"decoding slice {part[0][0]} of {depth}")
                 for z, each in enumerate(source.get(slices(part)), part[0][0]):
                     slice_at(z)[slices(part)[1:]] = each
         voxels = np.stack([slice_at(z)[slices(box)[1:]].copy() for z in range(first, last)])  # one map at a time

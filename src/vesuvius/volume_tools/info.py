@@ -1,7 +1,7 @@
-"""What a volume is, before anything is trained on it: levels, codec, stored chunks and grey values.
+"""Describes a volume before training: levels, codec, stored chunks and grey values.
 
-`describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes; what could not be found out is
-None and comes with the reason, never 0.
+`describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes.  Unknown values are None, with
+the reason, never 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vesuvius.volumes.voxels import percentiles
 
 log = logging.getLogger(__name__)
 
-# Chunks or shards on a disk that are listed without being asked to: a few seconds.
+# Objects on disk that are listed without --list; takes a few seconds.
 _LISTED_UNASKED = 500_000
 PERCENTILES = (0.5, 50.0, 99.5)
 BOX_ZYX: Triple = (72, 136, 136)
@@ -38,7 +38,7 @@ _BOXES_AHEAD = 4
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """One level."""
+    """Properties of one level."""
 
     level: int
     path: str  # of the array within the group; '' for a bare array
@@ -47,7 +47,7 @@ class LevelFacts:
     shard_zyx: Triple | None
     dtype: str
     raw_bytes: int
-    # scale_zyx, translation_zyx, unit, voxel_size_um: None for a bare array, or where the metadata do not say
+    # scale_zyx, translation_zyx, unit, voxel_size_um: None for a bare array, or if absent from the metadata
     scale_zyx: FloatTriple | None
     translation_zyx: FloatTriple | None
     unit: str | None
@@ -56,27 +56,26 @@ class LevelFacts:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many chunks are stored."""
+    """Number of stored chunks."""
 
-    present: int | None  # None where unknown
+    present: int | None  # None if unknown
     total: int
-    unit: Literal["chunks", "shards"]  # what is counted; shards where the sidecar counts them
-    source: Literal["sidecar", "listing"] | None  # where that is known from
-    unknown: str | None = None  # why it is not known
+    unit: Literal["chunks", "shards"]  # what is counted; shards if the sidecar counts them
+    source: Literal["sidecar", "listing"] | None  # of `present`
+    unknown: str | None = None  # why `present` is unknown
 
 
 @dataclass(frozen=True)
 class GreyStatistics:
-    """Grey values of a sample of stored boxes; None where all of it is air."""
+    """Grey values of a sample of stored boxes; None if all voxels are air."""
 
-    places: int  # boxes that were read (the name is that of `vesuvius volume info --json`)
+    places: int  # boxes read (a key of `vesuvius volume info --json`)
     unreadable: int  # boxes that could not be read
-    # tried, found: chunks that were looked up at random, and those of them that are stored; None where a listing says
-    # which are stored
+    # tried, found: random chunks that were checked, and those that are stored; None with a listing or sidecar
     tried: int | None
     found: int | None
     voxels: int  # voxels read
-    air_share: float | None  # share of them that are air, or NaN or infinite; the other figures are of the rest
+    air_share: float | None  # share of air, NaN and infinity; the statistics below exclude them
     minimum: float | None = None
     maximum: float | None = None
     mean: float | None = None
@@ -86,18 +85,18 @@ class GreyStatistics:
 
 @dataclass(frozen=True)
 class VolumeFacts:
-    """Everything that `vesuvius volume info` says."""
+    """The output of `vesuvius volume info`."""
 
     spec: ArrayConfig
     # ome_version, title: None for a bare array
     ome_version: str | None
     title: str | None
     zarr_format: int
-    axes: Names | None  # of the chosen level, in stored order; None where the metadata do not name them
-    zyx: Triple  # which of them are z, y and x, counted from 0
+    axes: Names | None  # of the chosen level, in stored order; None if the metadata do not name them
+    zyx: Triple  # positions of z, y and x among them
     levels: tuple[LevelFacts, ...]
-    broken: dict[str, str]  # path of each level that cannot be opened, and why
-    chosen: LevelFacts  # the level that the rest is about
+    broken: dict[str, str]  # path of each level that cannot be opened -> reason
+    chosen: LevelFacts  # the level to which the fields below refer
     codec: str
     occupancy: Occupancy
     grey: GreyStatistics | None
@@ -111,11 +110,11 @@ def describe_volume(
     num_boxes: int = 16,
     box_zyx: Triple = BOX_ZYX,
 ) -> VolumeFacts:
-    """Look at a volume.  Reads.
+    """Describe a volume.  Reads.
 
     Args:
-        spec: the level to look at closely.
-        listing: count chunks by a listing, also where there is a sidecar or a listing may take long.
+        spec: the level to describe in detail.
+        listing: count chunks with a listing even if there is a sidecar or listing takes long.
         num_boxes: boxes whose grey values are sampled; 0 = none.
 
     Raises:
@@ -150,18 +149,18 @@ def describe_volume(
 
 
 def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> tuple[Path, Occupancy]:
-    """List the chunks of a level and write down which are stored.  Returns where, and how many there are.
+    """List the chunks of a level and write the sidecar.  Returns its path and the number of chunks.
 
     Args:
-        out: where to; None = beside the level, which must then be on a disk.
+        out: path of the sidecar; None = next to the level, which must then be on disk.
 
     Raises:
-        ConfigError: the place must be given and is not.
+        ConfigError: `out` is required for this volume.
         DataError: the volume cannot be opened or listed.
         StorageError: the file cannot be written.
     """
     with closing(open_volume(spec, store)) as volume:
-        path = out or _beside(volume)
+        path = out or _default_sidecar(volume)
         occupancy = list_chunks(volume)
     with storage_errors(f"the sidecar {path}", "choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +169,7 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
 
 
 def describe_codecs(array: zarr.Array[Any]) -> str:
-    """'blosc(cname=zstd, clevel=3)': each codec by which chunks are encoded, and its settings.  Pure."""
+    """'blosc(cname=zstd, clevel=3)': the codecs of the chunks and their settings.  Pure."""
     if array.metadata.zarr_format == 2:
         settings = [dict(codec.get_config()) for codec in (*array.filters, *array.compressors)]
         steps = [(config.pop("id"), config) for config in settings]
@@ -200,7 +199,7 @@ def _level_facts(volume: Volume, level: int) -> LevelFacts:
 
 
 def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
-    """How many chunks are stored, and which."""
+    """The number of stored chunks, and which they are."""
     if not listing:
         try:
             if (sidecar := read_sidecar(volume)) is not None:
@@ -228,32 +227,32 @@ def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listi
     return Occupancy(int(np.count_nonzero(occupancy)), occupancy.size, unit, source)
 
 
-def _beside(volume: Volume) -> Path:
-    """Where readers look for the sidecar of a volume."""
+def _default_sidecar(volume: Volume) -> Path:
+    """The path at which readers look for the sidecar of a volume."""
     if volume.source.remote:
         raise ConfigError(
-            f"a sidecar is written to a disk; got the address {volume.source.address} and no file; add --out FILE"
+            f"Cannot write a sidecar next to {volume.source.address}: it is not on a disk; add --out FILE"
         )
     if math.prod(volume.axes.others_of(volume.array.shape)) > 1:
         raise ConfigError(
-            "a sidecar next to an array would apply to every `select`; got an array of shape "
-            f"{list(volume.array.shape)}; add --out FILE"
+            f"A sidecar next to an array of shape {list(volume.array.shape)} would apply to every `select`; add --out "
+            "FILE"
         )
     return Path(volume.source.address) / volume.array.path / SIDECAR
 
 
-# ---- grey values, from a fixed random sample of boxes where something is stored
+# ---- grey values of a fixed random sample of stored boxes
 
 
 def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
-    """Read a few boxes of about this size, and compute statistics of their voxels.
+    """Read boxes of about `box_zyx` and compute statistics of their voxels.
 
     Args:
-        stored: which chunks (or shards) are stored; None where unknown: then random chunks are looked up.
+        stored: which chunks (or shards) are stored; None = unknown: random chunks are checked.
         num_boxes: boxes to read.
 
     Raises:
-        DataError: the store does not say whether a chunk is there.
+        DataError: the store does not tell whether a chunk exists.
     """
     chunks, tried = _sample_chunks(volume, stored, num_boxes)
     rng = np.random.default_rng((0, 1))
@@ -287,7 +286,7 @@ def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zy
 
 
 def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[list[Triple], int | None]:
-    """Up to `count` random chunks that are stored; and how many were looked up, where `stored` is None."""
+    """Up to `count` random stored chunks; and how many were checked, None if `stored` is given."""
     grid, rng = volume.grid, np.random.default_rng((0, 0))
     if stored is not None:
         numbers = np.flatnonzero(stored)
@@ -305,18 +304,18 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
                 found.append(chunk)
         except FetchError as error:
             raise DataError(
-                f"a volume's store must tell whether a chunk exists; got {one_line(error)} for chunk {list(chunk)} of "
-                f"{volume.name}; check the address, the network and the credentials"
+                f"Cannot check whether chunk {list(chunk)} of {volume.name} exists: {one_line(error)}; check the "
+                "address, the network and the credentials"
             ) from error
         except ValueError as error:
-            log.warning("chunk %s of %s is skipped: %s; restore the shard", list(chunk), volume.name, error)
+            log.warning("skipping chunk %s of %s: %s; restore the shard", list(chunk), volume.name, error)
         if len(found) == count:
             break
     return found, tried
 
 
 def _box_in(volume: Volume, chunk: Triple, box_zyx: Triple, rng: np.random.Generator) -> Box:
-    """A box of about this size that costs little else to decode: part of a chunk, or whole chunks."""
+    """A box of about this size at little decoding cost: part of a chunk, or whole chunks."""
     ends = []
     for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, box_zyx, strict=True):
         lo, hi = i * edge, min((i + 1) * edge, size)

@@ -1,11 +1,11 @@
-"""An OME-Zarr that is being written (copied, drawn, made up); its process may be killed at any instant, and continued.
+"""Writes an OME-Zarr that can be resumed (copied, imported, drawn or synthetic); its process may be killed at any time.
 
-    OUT.zarr.partial/copy.json      the arguments, with which it is resumed; drawing.json of a drawn volume
-    OUT.zarr.partial/lock           locked by the process that writes
-    OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
+    OUT.zarr.partial/copy.json      the arguments, needed to resume; drawing.json for a drawn volume
+    OUT.zarr.partial/lock           locked by the writing process
+    OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that an unfinished volume cannot be opened
 
-Each chunk, or shard, is written under a temporary name, synced, read back and renamed: a file that is there is whole,
-and is skipped.  Air is not stored, and made again by the next process.
+Each chunk or shard is written under a temporary name, synced, read back and renamed, so an existing file is complete
+and is skipped.  Air is not stored; a resumed process computes it again.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ from vesuvius.volumes.box import (
 
 T = TypeVar("T")
 
-
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class PartialCopy:
-    """The chunks of an unfinished volume; made by `open_partial`.  What writes raises StorageError."""
+    """The chunks of an unfinished volume, from `open_partial`.  All methods that write raise StorageError."""
 
     out: Path
     record: dict[str, Any]
@@ -66,7 +65,7 @@ class PartialCopy:
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
     kind: str
-    halved: Callable[[NDArray[Any]], NDArray[Any]] = halve  # voxels of a level -> of the next
+    halved: Callable[[NDArray[Any]], NDArray[Any]] = halve  # downsamples a level to the next
 
     @property
     def path(self) -> Path:
@@ -74,12 +73,12 @@ class PartialCopy:
         return partial_path(self.out)
 
     def missing(self, level: int) -> list[Triple]:
-        """The chunks of a level that are not written, shard by shard; those of air too."""
+        """The chunks of a level without a file, shard by shard, including those of air."""
         counts, found = self.plan.counts[level], list[Triple]()
         for file in map(triple, np.ndindex(grid_shape(counts, self._per_file))):
             if not self._file(level, file).exists():
                 start, stop = chunk_box(file, self._per_file, counts)
-                found += (moved(start, place) for place in np.ndindex(shape_of((start, stop))))
+                found += (moved(start, offset) for offset in np.ndindex(shape_of((start, stop))))
         return found
 
     def fill(
@@ -89,12 +88,12 @@ class PartialCopy:
         on_chunk: Callable[[int], None] = lambda size: None,
         ahead: Callable[[Sequence[Box], int], None] = lambda boxes, number: None,
     ) -> None:
-        """Write the missing chunks of a level, each while the next ones are read.
+        """Write the missing chunks of a level while the next ones are read.
 
         Args:
-            read: the voxels of a box, in this thread; None skips it.
-            on_chunk: told of the bytes of each chunk that is done, 0 = air, from this thread.
-            ahead: told of all boxes and the number of the next one, before that is read.
+            read: returns the voxels of a box, called on this thread; None skips the chunk.
+            on_chunk: called with the stored bytes of each finished chunk (0 = air), on this thread.
+            ahead: called before each read with all boxes and the position of the next one.
         """
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
@@ -121,7 +120,7 @@ class PartialCopy:
         writers: ThreadPoolExecutor,
         work: Callable[[Triple, NDArray[Any]], T],
     ) -> Iterator[tuple[Triple, T]]:
-        """The missing chunks of a level, and what threads make of the voxels of each."""
+        """The missing chunks of a level, each with the result of `work` on its voxels."""
         chunks = self.missing(level)
         boxes = [self.plan.box_of(level, chunk) for chunk in chunks]
         working = deque[tuple[Triple, Future[T]]]()
@@ -136,22 +135,22 @@ class PartialCopy:
         yield from ((chunk, done.result()) for chunk, done in working)
 
     def fill_coarser(self, on_chunk: Callable[[int], None] = lambda size: None) -> None:
-        """Write the metadata of the finest level, whose chunks are done, and each coarser one from the one before."""
+        """Write the metadata of the finest level, whose chunks are complete, then each coarser level from the finer."""
         finer = self._finish_level(0)
         for level in range(1, self.plan.levels):
             self.fill(level, partial(self._halved, finer), on_chunk)
             finer = self._finish_level(level)
 
     def _halved(self, finer: zarr.Array[Any], box: Box) -> NDArray[Any]:
-        """A chunk of the next level; of each finer chunk at a time, as all eight and their sums take much memory."""
+        """A chunk of the next level, one finer chunk at a time, because all eight and their sums take much memory."""
         voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
-        for place in product(*chunk_ranges(box, half)):
-            part = intersection(chunk_box(place, half, box[1]), box)
+        for index in product(*chunk_ranges(box, half)):
+            part = intersection(chunk_box(index, half, box[1]), box)
             voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(doubled(part))]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
-        """Store a chunk, whole or not at all; any thread may call.  Returns the bytes of its file; 0 = air, not stored.
+        """Store a chunk atomically, from any thread.  Returns the bytes of its file; 0 = air, not stored.
 
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
@@ -164,7 +163,7 @@ class PartialCopy:
         return len(data)
 
     def _encoded(self, voxels: NDArray[Any]) -> bytes:
-        """As it is stored; b"" for air."""
+        """The stored form of a chunk; b"" for air."""
         fill = self.dtype.type(self.fill_value)
         if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
             return b""
@@ -173,9 +172,9 @@ class PartialCopy:
         return bytes(_codec_for(voxels.dtype).encode(padded))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
-        """Write the group's metadata and give the whole volume its name."""
+        """Write the group's metadata and rename the complete volume."""
         with disk_errors(self.out):
-            for torn in self._volume.rglob(".*.tmp"):  # was being written when its process was killed
+            for torn in self._volume.rglob(".*.tmp"):  # left by a killed process
                 torn.unlink()
             ome: dict[str, Any] = {"multiscales": [multiscale]}
             if self.plan.per_shard:
@@ -187,7 +186,7 @@ class PartialCopy:
             shutil.rmtree(self.path)
 
     def _finish_level(self, level: int) -> zarr.Array[Any]:
-        """Write the metadata of a level whose chunks are all done; the array, to be read."""
+        """Write the metadata of a level whose chunks are complete; returns the array for reading."""
         folder = self._volume / str(level)
         with disk_errors(self.out):
             if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
@@ -202,12 +201,12 @@ class PartialCopy:
 
     @property
     def _per_file(self) -> Triple:
-        """Chunks of a file along each axis."""
+        """Chunks in a file along each axis."""
         return (self.plan.per_shard or 1,) * 3
 
-    def _file(self, level: int, place: Triple) -> Path:
-        """That of a chunk, or of a shard."""
-        return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, place))
+    def _file(self, level: int, index: Triple) -> Path:
+        """The file of a chunk or shard."""
+        return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, index))
 
 
 @contextmanager
@@ -219,17 +218,17 @@ def open_partial(
     fill_value: float,
     kind: str = COPY,
 ) -> Iterator[PartialCopy]:
-    """Begin or resume a volume, alone: the folder is locked until the context ends.
+    """Start or resume a volume; its folder is locked until the context ends.
 
     Args:
-        out: where the whole volume will be.
-        record: the arguments; plain JSON.
+        out: path of the finished volume.
+        record: the arguments, as plain JSON.
         dtype, fill_value: of all levels.
         kind: "copy", "import", "drawing" or "phantom".
 
     Raises:
-        ConfigError: another process writes it, or it was begun with other arguments.
-        StorageError: the disk refuses.
+        ConfigError: another process is writing it, or it was started with other arguments.
+        StorageError: the disk fails.
     """
     path = partial_path(out)
     recorded = path / f"{kind}.json"
@@ -239,7 +238,7 @@ def open_partial(
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(
-                    f"one process may write a volume; got another one writing {path}; wait for it or stop it"
+                    f"Cannot write {path}: another process is writing it; wait for that process or stop it"
                 )
             if recorded.exists():
                 check_record(path, parse_record(recorded.read_text()), record)
@@ -260,7 +259,7 @@ def new_array(
     write_empty_chunks: bool = False,
     per_shard: int = 0,
 ) -> zarr.Array[Any]:
-    """An array without voxels yet in the OME-Zarr group at `root`: 0.4, or 0.5 where it has shards.  Raises OSError."""
+    """Create an empty array in the OME-Zarr group at `root`: 0.4, or 0.5 with shards.  Raises OSError."""
     form: dict[str, Any] = {
         "compressors": _codec_for(dtype),
         "order": "C",
@@ -277,7 +276,7 @@ def new_array(
             "dimension_names": list("zyx"),
         }
     return zarr.create_array(
-        root,  # no str: zarr 3.4 takes what follows a # or ? in it for parts of a URL
+        root,  # not a str, in which zarr 3.4 parses # and ? as in a URL
         name=name,
         shape=tuple(shape),
         dtype=dtype.newbyteorder("<"),
@@ -289,11 +288,11 @@ def new_array(
 
 
 def _codec_for(dtype: np.dtype[Any]) -> Blosc:
-    """As the published scrolls are compressed."""
+    """The compression of the published scrolls."""
     return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
 
 
 def disk_errors(out: Path) -> AbstractContextManager[None]:
-    """Raises an OSError of the body as a StorageError."""
+    """Raise an OSError of the body as a StorageError."""
     remedy = "finished chunks are kept: free some space and run the same command again, or choose another disk"
     return storage_errors(str(out), remedy)

@@ -1,10 +1,9 @@
-"""A synthetic scroll for demos, tests and benchmarks: it stands where a real volume would, before the first read.
+"""A synthetic scroll for demos, tests and benchmarks, in place of a real volume.
 
-A spiral of papyrus sheets around a wandering umbilicus, crushed by smooth noise; gaps, touching sheets, delaminated
-layers; two crossed fibre layers per sheet; CT noise; masked air outside.  Content is a pure function of (seed, shape,
-voxel coordinates): hashes of coordinates and exactly rounded arithmetic only, so neither chunk size nor order of
-writing nor the machine changes a voxel.  All of it is pure but `write_phantom`, which lays it out on disk like the
-published scrolls.
+A spiral of papyrus sheets around a wandering umbilicus, crushed by smooth noise, with gaps, touching sheets,
+delaminated layers, two crossed fibre layers per sheet, CT noise, and masked air outside.  Content is a pure function of
+(seed, shape, voxel coordinates): it uses only hashes of coordinates and exactly rounded arithmetic, so chunk size,
+order of writing and machine do not change a voxel.  Only `write_phantom` does I/O, in the layout of published scrolls.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ RIM_PITCHES = 0.4  # unmasked air around the outermost sheet
 TABLE = 512  # period in voxels of the texture tables along the sheet and along z; a power of two
 DEPTHS = 12  # fibre tables across one pitch; a multiple of 4
 PAPYRUS_GREY, GAP_GREY = 128.0, 62.0
-NOISE_GREY = 20.0  # standard deviation before the point spread, which leaves 0.23 of it
+NOISE_GREY = 20.0  # standard deviation before the point spread, which reduces it to 23 %
 SLAB = 16  # z planes computed at once, so that temporaries stay in the CPU's cache
 
-UNIT_VARIANCE = 1.4443281 / 6  # of cubic B-spline noise, per axis, averaged over the cell
+UNIT_VARIANCE = 1.4443281 / 6  # normalises cubic B-spline noise, per axis, averaged over the cell
 # atan(a) / 2 pi on [0, 1] as an odd polynomial, minimax fit, error below 3e-7 turns
 TURN_POLYNOMIAL = (0.15915132, -0.05293857, 0.03080291, -0.01852984, 0.00837908, -0.00186516)
 
@@ -51,7 +50,7 @@ FIBRES, GAPS, CENTRE, CRUSH, WAVE, MOTTLE, CT_NOISE = range(7)
 
 
 def _mix(h: NDArray[np.uint32]) -> None:
-    """Scramble in place (the 32-bit finalizer of MurmurHash3): neighbouring inputs give unrelated outputs."""
+    """Scramble in place (32-bit finalizer of MurmurHash3), so that neighbouring inputs give unrelated outputs."""
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)
@@ -69,7 +68,7 @@ def _white(key: Key, zs: Coords, ys: Coords, xs: Coords) -> Float32:
         per_axis.append(h)
     h = per_axis[0][:, None, None] + per_axis[1][:, None] + per_axis[2]
     _mix(h)
-    sums = h & np.uint32(0x00FF00FF)  # two pairs of bytes are summed side by side
+    sums = h & np.uint32(0x00FF00FF)  # sums two pairs of bytes at once
     h >>= np.uint32(8)
     h &= np.uint32(0x00FF00FF)
     sums += h
@@ -82,7 +81,7 @@ def _white(key: Key, zs: Coords, ys: Coords, xs: Coords) -> Float32:
 def _smooth(key: Key, spacing_zyx: tuple[float, float, float], zs: Coords, ys: Coords, xs: Coords) -> Float32:
     """Smooth noise (z, y, x), mean 0, variance about 1: cubic B-splines over a hashed lattice.
 
-    Coordinates rise by 1.  Only the lattice nodes around them are computed: memory does not grow with the volume.
+    Coordinates increase by 1.  Only the lattice nodes around them are computed, so memory is independent of the volume.
     """
     nodes, firsts, weights = [], [], []
     for coords, spacing in zip((zs, ys, xs), spacing_zyx, strict=True):
@@ -96,7 +95,7 @@ def _smooth(key: Key, spacing_zyx: tuple[float, float, float], zs: Coords, ys: C
         firsts.append(cell - cell[0])
         weights.append((taps * UNIT_VARIANCE).astype(np.float32))
     field = _white(key, *nodes)
-    for axis in (2, 1, 0):  # z, the long axis in memory, last: cheapest
+    for axis in (2, 1, 0):  # z last, because the long axis in memory is cheapest
         shape = [1, 1, 1]
         shape[axis] = -1
         blended = field.take(firsts[axis], axis) * weights[axis][0].reshape(shape)
@@ -107,7 +106,7 @@ def _smooth(key: Key, spacing_zyx: tuple[float, float, float], zs: Coords, ys: C
 
 
 def _brush(key: Key, index: int, length_s: int, length_z: int) -> Float32:
-    """Periodic noise (TABLE s, TABLE z) of unit variance: white noise under three box filters along each axis."""
+    """Periodic noise (TABLE s, TABLE z) of unit variance: white noise after three box filters along each axis."""
     side = np.arange(TABLE)
     smeared = _white(key, np.array([index]), side, side)[0].astype(np.float64)
     power = 1.0
@@ -126,14 +125,14 @@ def _brush(key: Key, index: int, length_s: int, length_z: int) -> Float32:
 def _texture_tables(seed: int) -> UInt8:
     """Flat uint8 (DEPTHS + 2, s, z), 128 + 32 per standard deviation; s runs along the winding.
 
-    First the fibres by depth (along z in the middle half of the depths, along s in the others), then how far the gaps
-    between sheets open, then the seams within sheets.
+    First the fibres by depth (along z in the middle half of the depths, along s in the others), then the width of the
+    gaps between sheets, then that of the seams within sheets.
     """
     tables = np.empty((DEPTHS + 2, TABLE, TABLE), np.uint8)
     for depth in range(DEPTHS):
         along_z = DEPTHS // 4 <= depth < DEPTHS * 3 // 4
         fibre = _brush((seed, FIBRES), depth, *((2, 30) if along_z else (30, 2)))
-        fibre += _brush((seed, FIBRES), DEPTHS + depth, *((5, 14) if along_z else (14, 5)))  # bundles of them
+        fibre += _brush((seed, FIBRES), DEPTHS + depth, *((5, 14) if along_z else (14, 5)))  # fibre bundles
         tables[depth] = _quantise(fibre * np.float32(math.sqrt(0.5)))
     tables[DEPTHS] = _quantise(_brush((seed, GAPS), 0, 24, 36))
     tables[DEPTHS + 1] = _quantise(_brush((seed, GAPS), 1, 16, 28))
@@ -147,7 +146,7 @@ def _quantise(values: Float32) -> UInt8:
 
 
 def _turns(dy: Float32, dx: Float32) -> Float32:
-    """atan2(dy, dx) / 2 pi, in [-0.5, 0.5], by exactly rounded operations only: the same on every machine."""
+    """atan2(dy, dx) / 2 pi in [-0.5, 0.5], with exactly rounded operations only, so identical on every machine."""
     ay, ax = np.abs(dy), np.abs(dx)
     a = np.minimum(ay, ax) / np.maximum(np.maximum(ay, ax), np.float32(1e-6))
     a2 = a * a
@@ -163,7 +162,7 @@ def _turns(dy: Float32, dx: Float32) -> Float32:
 
 
 def _blur(voxels: Float32, axis: int) -> Float32:
-    """The scanner's point spread along one axis: weights 1/4, 1/2, 1/4; the axis gets shorter by 2."""
+    """Point spread of the scanner along one axis: weights 1/4, 1/2, 1/4; shortens the axis by 2."""
     moved = np.moveaxis(voxels, axis, 0)
     out = moved[:-2] + moved[2:]
     out *= np.float32(0.25)
@@ -172,13 +171,13 @@ def _blur(voxels: Float32, axis: int) -> Float32:
 
 
 class Phantom:
-    """The scroll of one (seed, shape): 3.5 MiB of texture tables, and any box of voxels on demand.  Pure."""
+    """The scroll of a (seed, shape): 3.5 MiB of texture tables, and any box of voxels on demand.  Pure."""
 
     def __init__(self, seed: int, shape_zyx: Triple) -> None:
         _, ny, nx = shape_zyx
         self._seed = seed
         self._shape_zyx = shape_zyx
-        squeeze = math.sqrt(min(max(ny / nx, 1 / 1.6), 1.6))  # a flat field holds a flattened scroll, up to 1.6 : 1
+        squeeze = math.sqrt(min(max(ny / nx, 1 / 1.6), 1.6))  # flattens the scroll in a flat field, up to 1.6 : 1
         self._scale_yx = (1 / squeeze, squeeze)
         self._radius = 0.49 * max(ny / squeeze, nx * squeeze)
         self._windings = max(round(self._radius / PITCH_VOXELS), 2)
@@ -203,7 +202,7 @@ class Phantom:
         return grey.astype(np.uint8) * (kind > 0), (kind == 2).astype(np.uint8)
 
     def _slab(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, UInt8]:
-        """Grey values blurred along y and x, not yet z, and kinds: 0 masked air, 1 gap, 2 papyrus.
+        """Grey values blurred along y and x but not z, and kinds: 0 masked air, 1 gap, 2 papyrus.
 
         The coordinates have a halo of 1 at each end; the result has none in y and x.
         """
@@ -223,7 +222,7 @@ class Phantom:
         return _blur(_blur(grey, 1), 2), kind[:, 1:-1, 1:-1]
 
     def _winding(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, Float32]:
-        """Spiral coordinate u, whole between two sheets, and angle in turns [-0.5, 0.5]; both after the crush."""
+        """Spiral coordinate u, an integer between two sheets, and angle in turns [-0.5, 0.5]; both after the crush."""
         large = self._radius
         origin = np.array([0])
         offsets = []
@@ -244,27 +243,27 @@ class Phantom:
         return u, turn
 
     def _sheets(self, u: Float32, turn: Float32, zs: Coords) -> tuple[Float32, Float32]:
-        """Share of papyrus in [0, 1], and fibre texture of unit variance, per voxel.
+        """Share of papyrus in [0, 1] and fibre texture of unit variance, per voxel.
 
-        One pitch is a cell: the gap between two sheets at depth 1/4, the seam of a sheet's two layers at 3/4.
+        In each pitch, the gap between two sheets is at depth 1/4 and the seam between a sheet's layers at 3/4.
         """
         winding = np.floor(u + np.float32(0.25))
         depth = u + np.float32(0.25) - winding
-        # Arc length pi x pitch x (winding + turn)^2, its large part in integers
+        # Arc length pi x pitch x (winding + turn)^2; its large part is computed in integers
         along = np.floor((winding * 2 + turn) * turn * np.float32(ARC_VOXELS)).astype(np.int32)
         along += winding.astype(np.int32) ** 2 * ARC_VOXELS
         along &= TABLE - 1
-        place = along * TABLE + (zs & (TABLE - 1)).astype(np.int32)[:, None, None]
+        position = along * TABLE + (zs & (TABLE - 1)).astype(np.int32)[:, None, None]
         seam = depth >= 0.5
-        fibre = self._look_up((depth * DEPTHS).astype(np.int32), place)
-        opening = self._look_up(DEPTHS + seam.astype(np.int32), place)
+        fibre = self._look_up((depth * DEPTHS).astype(np.int32), position)
+        opening = self._look_up(DEPTHS + seam.astype(np.int32), position)
         half_gap = opening * np.float32(1.6) + np.where(seam, np.float32(-1.6), np.float32(1.5))
         distance = np.abs(depth - np.where(seam, np.float32(0.75), np.float32(0.25))) * np.float32(PITCH_VOXELS)
         solid = (distance - half_gap + fibre * np.float32(0.5)) * np.float32(0.4) + np.float32(0.5)
         return np.clip(solid, 0, 1), fibre
 
-    def _look_up(self, table: NDArray[np.int32], place: NDArray[np.int32]) -> Float32:
-        values = self._tables.take(table * (TABLE * TABLE) + place).astype(np.float32)
+    def _look_up(self, table: NDArray[np.int32], position: NDArray[np.int32]) -> Float32:
+        values = self._tables.take(table * (TABLE * TABLE) + position).astype(np.float32)
         values -= np.float32(128)
         values *= np.float32(1 / 32)
         return values
@@ -284,34 +283,31 @@ def write_phantom(
     chunk: int = 128,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or continue.
+    """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or resume.
 
-    Chunk by chunk: memory is the texture tables and about 40 chunks, whatever the shape.  Level k + 1 is made from
-    level k as stored: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
+    Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape.  Each level is made from the
+    stored one before: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
 
     Args:
         shape_zyx: at least `MIN_SIZE_VOXELS` along each axis.
-        on_progress: called once per chunk of every level: what is counted, done, total.
+        on_progress: called after each chunk of any level with what is counted, the number done, and the total.
 
     Returns:
-        The paths of both groups, their shape and levels; and the bytes of the chunks that this process has written, and
-        its seconds.
+        The paths of both groups, their shape and levels, the bytes stored by this process, and its seconds.
 
     Raises:
         ConfigError: the name or the chunk is wrong, or something else is at `path`.
-        StorageError: the disk refuses.
+        StorageError: the disk fails.
     """
     started = time.monotonic()
     check_name(path)
     if chunk < 8 or chunk % 2:
-        raise ConfigError(
-            f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
-        )
+        raise ConfigError(f"A chunk of {chunk} voxels is not an even number of at least 8; use 128, as real scrolls do")
     paths = (path, path.with_suffix(".labels.zarr"))
     record = {"seed": seed, "shape_zyx": list(shape_zyx), "chunk": chunk}
     plan, phantom = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1), Phantom(seed, shape_zyx)
     if has_partial(paths[1], PHANTOM) and not has_partial(path, PHANTOM) and not path.exists():
-        shutil.rmtree(partial_path(paths[1]))  # else its chunks would be taken for pairs
+        shutil.rmtree(partial_path(paths[1]))  # labels without grey values, whose chunks would be skipped
     stored = done = 0
     with ExitStack() as held:
         unfinished = [each for each in paths if not is_finished(each, record, PHANTOM)]
@@ -325,7 +321,7 @@ def write_phantom(
             on_progress("chunks", done, todo)
 
         def read(box: Box) -> UInt8:
-            """The voxels of the last target; where it is labels, the grey values are written before."""
+            """The voxels of the last target; if that is the labels, writes the grey values first."""
             voxels = dict(zip(paths, phantom.box(*box), strict=True))
             for other in targets[:-1]:
                 count(other.write(0, triple(lo // chunk for lo in box[0]), voxels[other.out]))
@@ -335,7 +331,7 @@ def write_phantom(
         todo = len(targets) * len(targets[-1].missing(0)) + coarser if targets else 0
         for target in targets[-1:]:
             target.fill(0, read, count)
-        for target in reversed(targets):  # where the grey values have their name, all is there
+        for target in reversed(targets):  # the grey values are renamed last, so their name implies that all is complete
             target.fill_coarser(count)
             target.publish(multiscale(target.out.stem, LEVELS, [VOXEL_UM] * 3, ["micrometer"] * 3))
     return {

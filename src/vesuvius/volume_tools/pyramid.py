@@ -1,4 +1,4 @@
-"""The levels of a volume that is written: shapes, voxels and OME-Zarr metadata.  Pure."""
+"""The levels of a new volume: shapes, downsampling and OME-Zarr metadata.  Pure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
 @dataclass(frozen=True)
 class Pyramid:
-    """The levels of a volume that is written, all of the same chunks."""
+    """The levels of a new volume, all with the same chunk size."""
 
     shape_zyx: Triple  # voxels of the finest level
     chunk_zyx: Triple
     levels: int
     voxel_bytes: int
-    per_shard: int = 0  # chunks of a shard of zarr v3, along each axis; 0 = zarr v2, each chunk a file
+    per_shard: int = 0  # chunks of a zarr v3 shard along each axis; 0 = zarr v2, one file per chunk
 
     @cached_property
     def shapes(self) -> list[Triple]:
-        """Voxels of each level from the finest; each half of the one above, rounded up."""
+        """Shape of each level, finest first; each is half the one above, rounded up."""
         return [triple(-(-size // 2**level) for size in self.shape_zyx) for level in range(self.levels)]
 
     @cached_property
@@ -39,7 +39,7 @@ class Pyramid:
 
     @property
     def raw_bytes(self) -> int:
-        """Voxels of all levels, uncompressed."""
+        """Uncompressed bytes of all levels."""
         return self.voxel_bytes * sum(map(math.prod, self.shapes))
 
     @property
@@ -53,7 +53,7 @@ class Pyramid:
 
 
 def levels_to_one(shape_zyx: Triple, chunk: int) -> int:
-    """Levels down to the one that fits into a chunk."""
+    """Number of levels down to the first one that fits into a chunk."""
     return max(1, (-(-max(shape_zyx) // chunk) - 1).bit_length() + 1)
 
 
@@ -64,11 +64,11 @@ def multiscale(
     units_zyx: Sequence[str | None],
     translation_zyx: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of a pyramid whose levels are called 0, 1, ... and begin at the same corner.
+    """OME-Zarr 0.4 metadata of a pyramid with the levels 0, 1, ..., all starting at the same corner.
 
     Args:
         scale_zyx: of the finest level.
-        translation_zyx: of all levels; None = none is written.
+        translation_zyx: of all levels; None = omitted.
     """
     axes = [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
@@ -89,13 +89,13 @@ def multiscale(
 
 
 def halve(voxels: NDArray[Any]) -> NDArray[Any]:
-    """Mean of 2x2x2 voxels, or of as many as exist at an odd end; of whole numbers rounded half up.
+    """Downsample by the mean of 2x2x2 voxels (fewer at an odd end); integers are rounded half up.
 
     Args:
         voxels: (Z, Y, X) of any stored dtype.
 
     Returns:
-        The same dtype, each axis half as long, rounded up.  Of labels 0 and 1, or bool, that is the majority.
+        The same dtype, each axis half as long, rounded up.  For bool, or labels 0 and 1, this is the majority.
     """
     per_axis = [np.minimum(2, size - np.arange(0, size, 2)) for size in voxels.shape]
     z, y, x = np.ix_(*per_axis)
@@ -104,13 +104,13 @@ def halve(voxels: NDArray[Any]) -> NDArray[Any]:
         mean: NDArray[Any] = _pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) / count
     elif voxels.dtype.itemsize < 8:
         mean = (_pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) + count // 2) // count
-    else:  # integers of 8 bytes have no larger dtype to be summed in: eighths and remainders are; count divides 8
+    else:  # no larger dtype for sums of 8-byte integers: sum eighths and remainders; count divides 8
         mean = _pair_sums(voxels >> 3) * (8 // count) + (_pair_sums(voxels & 7) + count // 2) // count
     return mean.astype(voxels.dtype, copy=False)
 
 
 def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
-    """The label that most of 2x2x2 voxels have, or of as many as exist at an odd end; of several the largest.
+    """Downsample by the most frequent label of 2x2x2 voxels (fewer at an odd end); ties go to the largest label.
 
     Args:
         labels: (Z, Y, X) of any stored dtype.
@@ -122,13 +122,13 @@ def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
 
 
 def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What eight voxels are summed in."""
+    """A dtype that holds the sum of eight voxels."""
     kind = "u" if dtype.kind == "b" else dtype.kind
     return np.dtype(f"{kind}{max(4, dtype.itemsize) if kind == 'f' else 2 * dtype.itemsize}")
 
 
 def _pair_sums(voxels: NDArray[Any]) -> NDArray[Any]:
-    """Sums of 2x2x2, or of as many as exist."""
+    """Sums of 2x2x2 voxels, or fewer at an odd end."""
     for axis in range(3):
         pairs = np.moveaxis(voxels, axis, 0)
         folded = pairs[::2].copy()
@@ -138,10 +138,10 @@ def _pair_sums(voxels: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_levels(levels: int, shape_zyx: Triple) -> None:
-    """Raises ConfigError for more levels than there can be, or none."""
+    """Raise ConfigError unless 1 <= `levels` <= the number of levels down to a single voxel."""
     most = (max(shape_zyx) - 1).bit_length() + 1
     if not 1 <= levels <= most:
         raise ConfigError(
-            f"--levels {levels} is impossible for {format_sizes(shape_zyx)} voxels; choose 1 to {most}, with which "
-            "the last level is a single voxel"
+            f"--levels {levels} is impossible for {format_sizes(shape_zyx)} voxels; choose 1 to {most} (which ends "
+            "in a single voxel)"
         )

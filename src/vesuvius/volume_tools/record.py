@@ -1,4 +1,4 @@
-"""What a volume that we write was made from: where it is noted, and whether a command may continue it."""
+"""The record of a volume's arguments, which decides whether a command may resume it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import parse_record
 
-COPY, IMPORT = "copy", "import"  # what is being written, as the file of its arguments and the attribute are called
+COPY, IMPORT = "copy", "import"  # kinds: names of the record file and, with a prefix, of the attribute
 
 
 def check_name(out: Path) -> None:
-    """Raises ConfigError for one that does not end in .zarr."""
+    """Raise ConfigError if the name does not end in .zarr."""
     if out.suffix != ".zarr":
-        raise ConfigError(f"the name of a volume must end in .zarr; got {out}; add the ending")
+        raise ConfigError(f"The name {out} does not end in .zarr; add the ending")
 
 
 def attribute(kind: str) -> str:
-    """Attribute of a finished volume that says what it was made from."""
+    """The attribute of a finished volume that holds its record."""
     return f"vesuvius_{kind}"
 
 
 def partial_path(out: Path) -> Path:
-    """Where a volume is while it is not whole."""
+    """The path of an unfinished volume."""
     return out.with_name(f"{out.name}.partial")
 
 
@@ -36,9 +36,9 @@ def has_partial(out: Path, kind: str = COPY) -> bool:
 
 
 def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
-    """Whether the whole volume is there, made with these arguments; removes what a kill has left beside it.
+    """Whether a volume made with these arguments is complete; removes what a killed process left.
 
-    Raises ConfigError where something else is there.
+    Raises ConfigError: there is something else.
     """
     if not os.path.lexists(out):
         return False
@@ -48,7 +48,7 @@ def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
 
 
 def finished_record(out: Path, kind: str = COPY) -> Any:
-    """The arguments that a finished volume was made with; None for any other volume."""
+    """The arguments of a finished volume; None for a volume of another kind."""
     for name in (".zattrs", "zarr.json"):
         try:
             found: Any = parse_record((out / name).read_text())
@@ -60,12 +60,12 @@ def finished_record(out: Path, kind: str = COPY) -> Any:
 
 
 def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
-    """Raises ConfigError if what lies at `path` was begun with other arguments, or `there` is no record of any."""
+    """Raise ConfigError if `there` is not a record, or has other arguments than `wanted`."""
     if not isinstance(there, dict):
-        raise ConfigError(f"{path} exists and was not made by this command; choose another name, or remove it")
+        raise ConfigError(f"{path} exists and was not made by this command; choose another name or remove it")
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
-        got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
+        changes = ", ".join(f"{key} {json.dumps(wanted[key])} (was {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(
-            f"{path} was begun with other arguments: {got}; use the same ones, choose another name, or remove it"
+            f"{path} was started with other arguments: {changes}; use the same ones, choose another name or remove it"
         )

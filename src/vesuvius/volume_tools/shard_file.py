@@ -1,4 +1,4 @@
-"""A shard of zarr v3 on its way to a disk; and the look at what has been written, shard or chunk."""
+"""Writes shards of zarr v3, and verifies written files."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _READ_BYTES = 2**22
 
 
 class ShardFile:
-    """Chunks in the order in which they come, a CRC-32C behind each, and their index at the end.
+    """A shard: chunks in the order of arrival, each with a CRC-32C, then their index.
 
     Args:
-        path: of the whole shard.  Until it is whole it lies beside it, under a temporary name.
-        chunks: how many it has room for.
+        path: of the finished shard; it is written next to it, under a temporary name.
+        chunks: capacity of the shard.
     """
 
     def __init__(self, path: Path, chunks: int) -> None:
-        self._path, self._beside = path, path.with_name(f".{path.name}.tmp")
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._beside.open("w+b")
+        self._file = self._temporary.open("w+b")
         self._index = np.full((chunks, 2), _ABSENT, "<u8")
         self._checksum = 0
 
-    def add(self, place: int, chunk: bytes) -> None:
-        """Append the chunk that stands at this place in the index; air, b"", is left out."""
+    def add(self, position: int, chunk: bytes) -> None:
+        """Append the chunk with this position in the index; air (b"") is skipped."""
         if chunk:
             offset = self._file.tell()
-            self._index[place] = offset, self._write(chunk)
+            self._index[position] = offset, self._write(chunk)
 
     def finish(self) -> None:
-        """Write the index, read all back, and give the shard its name; of air alone none is left.  Any thread."""
+        """Write the index, verify the file and rename it; a shard of air is deleted.  May run on any thread."""
         with self._file as file:
             self._write(self._index.tobytes())
             file.flush()
             os.fsync(file.fileno())
             check_written(file, self._checksum)
         if (self._index != _ABSENT).any():
-            self._beside.replace(self._path)
+            self._temporary.replace(self._path)
         else:
-            self._beside.unlink()
+            self._temporary.unlink()
 
     def _write(self, data: bytes) -> int:
         data += int(google_crc32c.value(data)).to_bytes(4, "little")
@@ -54,11 +54,11 @@ class ShardFile:
 
 
 def check_written(file: BinaryIO, checksum: int) -> None:
-    """Read a flushed file back from the disk.  Raises OSError where its CRC-32C differs."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
+    """Read a flushed file back from the disk.  Raises OSError if its CRC-32C differs."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is not read from the page cache
     there = 0
     file.seek(0)
     while data := file.read(_READ_BYTES):
         there = google_crc32c.extend(there, data)
     if there != checksum:
-        raise OSError(errno.EIO, "What was written reads back differently", file.name)
+        raise OSError(errno.EIO, "The file reads back differently than written", file.name)

@@ -1,9 +1,9 @@
-"""Read every stored chunk of a level once, in several processes, and list those that are broken.
+"""Reads every stored chunk of a level once, in several processes, and lists the broken ones.
 
-What was read and found whole is kept, so that an interrupted verification continues where it stopped:
+Intact chunks are recorded, so that an interrupted verification can continue:
 
-    ~/.cache/vesuvius/verify/ID.txt     when it began, then numbers of chunks (or shards), <12><13>...; one that a kill
-                                        has torn has no end
+    ~/.cache/vesuvius/verify/ID.txt     start time, then numbers of chunks (or shards), <12><13>...; a number torn by a
+                                        kill has no end
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ from vesuvius.volumes.volume import Volume, open_volume
 log = logging.getLogger(__name__)
 
 _CHUNKS_PER_TASK = 64
-_TASKS_AHEAD = 8  # per process: after the death of one of them, that many are read again
+_TASKS_AHEAD = 8  # per process; they are read again after a process dies
 _STAGED_AHEAD = 8
 
 Task = tuple[list[int], list[Triple]]
-"""Objects that one process reads together: their numbers in the flat grid of objects, and their chunks."""
+"""Objects that a process reads together: their indices in the flattened grid of objects, and their chunks."""
 
 
 @dataclass(frozen=True)
 class BrokenChunk:
-    """A chunk that cannot be read."""
+    """An unreadable chunk."""
 
     chunk: Triple
     key: str  # of the object that holds it
     cause: str
-    box: Box  # the voxels that are lost with it, (start_zyx, stop_zyx)
+    box: Box  # the damaged voxels, (start_zyx, stop_zyx)
 
 
 @dataclass
 class VerifyFigures:
-    """How far a verification is, and in the end the report of it."""
+    """Progress and final report of a verification."""
 
     volume: str  # path and level
-    objects: int  # chunks to read, or shards
-    since: str  # when it began, of a continued one the first time
-    before: int = 0  # of the objects, found whole by earlier processes
-    done: int = 0  # read so far, those included
-    chunks: int = 0  # chunks that this process has read; of shards the inner ones
-    broken: list[BrokenChunk] = field(default_factory=list)  # of these, those that cannot be read, in order
+    objects: int  # chunks or shards to read
+    since: str  # start time of the first process
+    before: int = 0  # objects verified by earlier processes
+    done: int = 0  # objects read so far, including `before`
+    chunks: int = 0  # (inner) chunks read by this process
+    broken: list[BrokenChunk] = field(default_factory=list)  # unreadable chunks, in order
     seconds: float = 0.0  # of this process
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What every process reads.  Picklable."""
+    """Arguments of the reading processes.  Picklable."""
 
     spec: ArrayConfig
     store: StoreConfig
@@ -87,18 +87,18 @@ def verify_volume(
     processes: int = 1,
     on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
 ) -> VerifyFigures:
-    """Read every stored chunk once, or continue where an earlier process ended.
+    """Read every stored chunk once, or resume an interrupted verification.
 
-    A chunk that the sidecar names and that is absent is broken.  Where there is neither a sidecar nor a listing, as on
-    a web server, all places are asked for, and what is absent is air.
+    Absent chunks are broken if the sidecar lists them.  Without a sidecar or a listing, as on a web server, every chunk
+    is requested, and absent ones are air.
 
     Args:
-        processes: that read and decode at once.
+        processes: number of processes that read and decode.
         on_progress: called after each task, from this thread.
 
     Raises:
-        DataError: the volume cannot be opened or listed, or its store is away for longer than `outage_minutes`.
-        StorageError: the file that keeps what was done cannot be written.
+        DataError: the volume cannot be opened or listed, or its store did not answer for `outage_minutes`.
+        StorageError: the progress file cannot be written.
     """
     started = time.monotonic()
     with closing(open_volume(spec, store)) as volume:
@@ -114,12 +114,12 @@ def verify_volume(
         before = len(numbers) - len(left)
         figures = VerifyFigures(volume.name, len(numbers), since, before, before)
         if before:
-            words = "continuing a verification that began on %s: %d of %d chunks (or shards) have been found whole"
+            words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))
         reads = _read_tasks(Reading(spec, store, stored), volume.grid, _tasks(volume.grid, left), processes)
         with closing(reads):
             for (some, chunks), broken in reads:
-                if not broken:  # what is broken may have been restored next time
+                if not broken:  # broken chunks are read again by the next process, they may have been restored
                     with _storage_errors(journal), journal.open("a") as file:
                         file.write("".join(f"<{number}>" for number in some) + "\n")
                 figures.done += len(some)
@@ -127,7 +127,7 @@ def verify_volume(
                 figures.broken += broken
                 figures.seconds = time.monotonic() - started
                 on_progress(figures)
-        journal.unlink(missing_ok=True)  # all is done: the next time begins from the start
+        journal.unlink(missing_ok=True)
     figures.broken.sort(key=lambda broken: broken.chunk)
     return figures
 
@@ -138,12 +138,12 @@ def verify_volume(
 def _read_tasks(
     reading: Reading, grid: ChunkGrid, tasks: Iterator[Task], processes: int
 ) -> Generator[tuple[Task, list[BrokenChunk]], None, None]:
-    """Read all chunks of all tasks; yields each task with those that are broken.  Closing it ends the processes.
+    """Read all tasks; yields each task with its broken chunks.  Closing the generator ends the processes.
 
-    Where a process dies of what it decodes, the tasks in hand are read again, chunk by chunk.
+    If a process dies while decoding, unfinished tasks are read again chunk by chunk.
 
     Raises:
-        DataError: the volume as a whole cannot be read any more, or no process can be started.
+        DataError: the volume is no longer readable, or no process can be started.
     """
     rounds = iter(lambda: list(islice(tasks, _TASKS_AHEAD * processes)), [])
     is_over = False
@@ -159,7 +159,7 @@ def _read_tasks(
 
 
 def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
-    """In one process at a time; each that dies names the chunk that it died of."""
+    """Read in one process at a time, so that each death identifies the chunk that caused it."""
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
         with _pool(reading, 1) as pool:
@@ -168,21 +168,21 @@ def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) ->
                     broken += pool.submit(_read_chunks, left[:1]).result()
                     left.pop(0)
             except BrokenProcessPool:
-                chunk, cause = left.pop(0), "decoding it ended the process (a codec that crashes, or a kill)"
+                chunk, cause = left.pop(0), "decoding it killed the process (a crash in a codec, or SIGKILL)"
                 broken.append(BrokenChunk(chunk, grid.key_of(chunk), cause, grid.box_of(chunk)))
     return broken
 
 
 @contextmanager
 def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are ended with the context, whatever they do.  Raises DataError where none can be started."""
+    """A process pool that is terminated with the context.  Raises DataError if no process can be started."""
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
     try:
         try:
             pool.submit(os.getpid).result()
         except BrokenProcessPool as error:
             raise DataError(
-                "No process that reads can be started; check the machine's memory and its limit of processes"
+                "Cannot start a reading process; check the machine's memory and its limit on processes"
             ) from error
         yield pool
     finally:
@@ -194,15 +194,15 @@ def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
             process.join()
 
 
-_reading: Reading | None = None  # of this process of a pool
+_reading: Reading | None = None  # set in the processes of a pool
 _opened: Volume | None = None
 
 
 def _begin(reading: Reading) -> None:
-    """Prepare a process of the pool."""
+    """Initialize a process of the pool."""
     global _reading
     _reading = reading
-    for number in (signal.SIGINT, signal.SIGHUP):  # they go to all of a terminal's processes; the parent ends us
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
@@ -211,7 +211,7 @@ def _begin(reading: Reading) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its children."""
+    """Exit when the parent dies, which may be killed without ending its children."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -219,17 +219,17 @@ def _end_with_parent() -> None:
 
 
 def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
-    """Read chunks in this process; those that are broken."""
+    """Read chunks in this process; returns the broken ones."""
     global _opened
     assert _reading is not None
     if _opened is None:
         _opened = open_volume(_reading.spec, _reading.store, reopened=True, stored=_reading.stored)
     volume, broken, lost = _opened, list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
-    for place, box in enumerate(boxes):
+    for i, box in enumerate(boxes):
         if lost is not None and intersection(box, lost) == box:
-            continue  # its shard's index is damaged, which was told
-        for ahead in boxes[place : place + _STAGED_AHEAD]:
+            continue  # already reported with its shard's damaged index
+        for ahead in boxes[i : i + _STAGED_AHEAD]:
             volume.stage(ahead)
         try:
             volume.read(box)
@@ -240,11 +240,11 @@ def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
     return broken
 
 
-# ---- what is to be read, and what was
+# ---- tasks and progress
 
 
 def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
-    """Which chunks, or shards, are to be read; and which chunks must be there, where that is known."""
+    """Which chunks (or shards) to read, and which chunks must exist (None = unknown)."""
     sidecar = read_sidecar(volume)
     grid = volume.grid
     counts = grid.object_counts_zyx
@@ -257,7 +257,7 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
 
 
 def _journal_of(volume: Volume) -> Path:
-    """The file of what was found whole: one for each level and its metadata, wherever the command is run."""
+    """The progress file of a level, identified by its address and metadata."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     identity = f"{address}#{volume.array.path}#{volume.axes}#{metadata_hash(volume.array)}"
@@ -269,10 +269,10 @@ def _storage_errors(path: Path) -> AbstractContextManager[None]:
 
 
 def _tasks(grid: ChunkGrid, numbers: NDArray[np.int64]) -> Iterator[Task]:
-    """Some objects each, of about as many chunks."""
+    """Split objects into tasks of about the same number of chunks."""
     per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
     for first in range(0, len(numbers), per_task):
         some = numbers[first : first + per_task]
-        places = np.stack(np.unravel_index(some, grid.object_counts_zyx), axis=1).tolist()
-        boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
+        indices = np.stack(np.unravel_index(some, grid.object_counts_zyx), axis=1).tolist()
+        boxes = (chunk_box(triple(index), grid.object_zyx, grid.shape_zyx) for index in indices)
         yield some.tolist(), [chunk for box in boxes for chunk in grid.chunks_of(box)]

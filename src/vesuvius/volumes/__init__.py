@@ -1,3 +1,3 @@
-"""From stored bytes to voxels: sources, cache, chunks, volumes.  In: an address.  Out: boxes of voxels (z, y, x).
+"""From stored bytes to voxels: stores, cache, chunks, volumes.  In: an address.  Out: boxes of voxels (z, y, x).
 
-Usable without training; knows no plan."""
+Usable without training; independent of the plan."""

@@ -1,4 +1,4 @@
-"""Blobs of Azure: signed with the nearest credentials, whose signature the server checks; read and listed as files."""
+"""Azure blobs: signed with the first available credentials, verified by the server; read and listed like files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def azure(blobs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def use(server: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let az addresses lead to a server, from a machine that has no identity."""
+    """Send requests to az addresses to a server, from a machine without an identity."""
     credentials._answers.cache_clear()
     monkeypatch.setattr(credentials, "_METADATA_HOST", "127.0.0.1:1")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
@@ -58,7 +58,7 @@ SIGNED = {
 
 
 @pytest.mark.parametrize("name", SIGNED)
-def test_requests_are_signed_with_what_the_environment_holds(
+def test_requests_are_signed_with_credentials_of_the_environment(
     azure: OddServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     value, by = SIGNED[name]
@@ -77,9 +77,7 @@ def test_requests_are_signed_with_what_the_environment_holds(
 @pytest.mark.parametrize(
     ("text", "by"), [(f"AccountName={ACCOUNT};AccountKey={KEY}", "key"), (f"SharedAccessSignature={SAS}", "sas")]
 )
-def test_a_connection_string_is_all_that_is_needed(
-    azure: OddServer, monkeypatch: pytest.MonkeyPatch, text: str, by: str
-) -> None:
+def test_a_connection_string_suffices(azure: OddServer, monkeypatch: pytest.MonkeyPatch, text: str, by: str) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ENDPOINT")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     endpoint = f"{azure.url}/{ACCOUNT}/"
@@ -90,14 +88,14 @@ def test_a_connection_string_is_all_that_is_needed(
     assert {signer(asked) for asked in azure.asked} == {by}
 
 
-def test_the_clouds_of_other_countries_are_found_by_the_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_national_clouds_are_selected_by_the_endpoint_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"AccountName=a;AccountKey={KEY};EndpointSuffix=core.chinacloudapi.cn"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     assert credentials._azure_account()["endpoint"] == "https://a.blob.core.chinacloudapi.cn"
 
 
 def give_token(asked: Asked) -> bytes:
-    """A machine's metadata service, and an App Service's."""
+    """The metadata service of a machine or an App Service."""
     assert asked.headers["metadata"] == "true"
     assert "resource=https%3A%2F%2Fstorage.azure.com" in asked.target
     body = {"access_token": TOKEN, "expires_in": "3600", "expires_on": "4102444800", "token_type": "Bearer"}
@@ -105,7 +103,7 @@ def give_token(asked: Asked) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["machine", "App Service", "login"])
-def test_an_identity_or_a_login_signs_where_no_key_is_set(
+def test_an_identity_or_login_signs_without_a_key(
     azure: OddServer, monkeypatch: pytest.MonkeyPatch, cache_home: Path, kind: str
 ) -> None:
     with odd_server(give_token) as service:
@@ -127,7 +125,7 @@ def test_an_identity_or_a_login_signs_where_no_key_is_set(
 
 
 def log_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    """Put an `az` on the path that has a login and prints a token."""
+    """Put an `az` with a login on the path, which prints a token."""
     (home / "azureProfile.json").write_text('\ufeff{"subscriptions": [{"user": {"name": "me"}}]}')
     token = {"accessToken": TOKEN, "expiresOn": "2099-01-01 00:00:00.000000", "subscription": "s", "tenant": "t"}
     (home / "az").write_text(f"#!/bin/sh\necho '{json.dumps(token | {'tokenType': 'Bearer'})}'\n")
@@ -136,7 +134,7 @@ def log_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     monkeypatch.setenv("AZURE_CONFIG_DIR", str(home))
 
 
-def test_a_public_container_is_read_without_credentials_and_a_private_one_says_what_was_looked_for(
+def test_public_containers_need_no_credentials_and_private_ones_name_what_was_tried(
     azure: OddServer, blobs: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RefusedError, match=r"401 .*\(not signed: no key, token or identity in AZURE_\*, no `az` log"):
@@ -148,9 +146,7 @@ def test_a_public_container_is_read_without_credentials_and_a_private_one_says_w
 
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "400 Bad Request"])
-def test_an_identity_that_gets_no_token_is_a_refusal(
-    azure: OddServer, monkeypatch: pytest.MonkeyPatch, status: str
-) -> None:
+def test_an_identity_without_a_token_is_refused(azure: OddServer, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     with odd_server(lambda asked: sized(status, b'{"error": "unauthorized_client"}')) as service:
         monkeypatch.setenv("AZURE_MSI_ENDPOINT", service.url)
         with pytest.raises(RefusedError, match=rf"refuses access: .*{status[:3]}.*\(signed with AZURE_MSI_ENDPOINT"):
@@ -164,7 +160,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_no_error_and_no_log_line_holds_a_key_or_a_signature(
+def test_no_error_or_log_line_contains_a_key_or_signature(
     azure: OddServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -183,7 +179,7 @@ def test_no_error_and_no_log_line_holds_a_key_or_a_signature(
         assert "c2VjcmV0" not in text
 
 
-def test_an_account_is_asked_for_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_an_account_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "_METADATA_HOST", "127.0.0.1:1")
     with pytest.raises(
         DataError, match=r"Account must be specified; check the address and the variables AZURE_STORAGE_ACCOUNT_NAME"

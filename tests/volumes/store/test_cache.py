@@ -1,4 +1,4 @@
-"""The disk cache: within a tenth of its limit on disk, never a torn byte, never an error, whoever writes or dies."""
+"""The disk cache stays within a tenth of its limit, and never tears an entry or raises, even if writers are killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 8 * 2**20
 
 
 def chunk(index: int) -> bytes:
-    """The bytes of one key, 1 to 100,000 of them; differing in each 8 bytes from those of any other key."""
+    """The bytes of a key, 1 to 100,000 of them; every 8 bytes differ from those of any other key."""
     return index.to_bytes(8, "little") * random.Random(index).randint(1, 12_500)
 
 
@@ -32,7 +32,7 @@ def key(index: int) -> str:
 
 
 def disk_usage(directory: Path) -> int:
-    """Bytes on disk of its files."""
+    """Bytes of its files on disk."""
     return sum(path.stat().st_blocks * 512 for path in directory.glob("*/*"))
 
 
@@ -44,7 +44,7 @@ def check_contents(cache: DiskCache, keys: int = KEYS) -> int:
 
 
 def hammer(cache: DiskCache, seed: int, operations: int) -> None:
-    """One reader: fetch random chunks through the cache, as fast as it can."""
+    """A reader that fetches random chunks through the cache as fast as possible."""
     rng = random.Random(seed)
     for _ in range(operations):
         index = rng.randrange(KEYS)
@@ -76,7 +76,7 @@ def start() -> Iterator[Callable[..., BaseProcess]]:
         process.join()
 
 
-def test_the_least_recently_used_go_first_and_getting_is_using(cache: DiskCache) -> None:
+def test_least_recently_used_entries_are_removed_first_and_reads_count(cache: DiskCache) -> None:
     for index in range(80):
         cache.put(key(index), bytes(90_000))
         os.utime(cache._entry(key(index)), (time.time() - 1000 + index,) * 2)
@@ -109,7 +109,7 @@ def test_a_limit_beyond_the_free_space_is_refused(cache: DiskCache) -> None:
     assert not cache.directory.exists(), "a check changes nothing"
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_check_and_costs_readers_one_warning(
+def test_an_unusable_directory_fails_check_and_costs_readers_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -122,7 +122,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_check_and_costs_readers_o
     assert [record.levelname for record in caplog.records] == ["WARNING"], "once per process"
 
 
-def test_processes_share_a_new_directory_within_a_tenth_of_its_limit_though_some_are_killed(
+def test_processes_share_a_directory_within_a_tenth_of_its_limit_despite_kills(
     cache: DiskCache, start: Callable[..., BaseProcess]
 ) -> None:
     rng = random.Random(0)

@@ -1,4 +1,4 @@
-"""With what requests to s3 and gs are signed, as seen by the server that they are sent to."""
+"""Credentials that sign requests to s3 and gs, as seen by the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DATE = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT"
 
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """None in the environment; of a machine that does not say whose it is."""
+    """No credentials in the environment, on a machine without a metadata service."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
         if name not in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_EC2_METADATA_DISABLED"):
             monkeypatch.delenv(name)
@@ -40,20 +40,20 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def s3_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[OddServer]:
-    """Takes every request, and keeps them."""
+    """A server that accepts and records every request."""
     with odd_server(lambda asked: sized("200 OK", b"data", DATE)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         yield server
 
 
 def key_of(asked: Asked) -> str | None:
-    """The access key that signed a request, behind it the region; None for one that is not signed."""
+    """The access key that signed a request, and the region; None for an unsigned request."""
     match = re.search(r"Credential=([^/]+)/\d+/([^/]+)/", asked.headers.get("authorization", ""))
     return f"{match[1]} {match[2]}" if match else None
 
 
 def instance(asked: Asked) -> bytes:
-    """An instance's metadata service, which wants a token first."""
+    """The metadata service of an instance, which requires a token."""
     if asked.method == "PUT" and asked.target == "/latest/api/token":
         return sized("200 OK", b"token")
     if asked.headers.get("x-aws-ec2-metadata-token") != "token":
@@ -70,13 +70,13 @@ def keys_of(name: str) -> dict[str, str]:
 
 
 def container(asked: Asked) -> bytes:
-    """The service from which a container has its role."""
+    """The service that provides a container's role."""
     right = asked.target == "/role" and asked.headers.get("authorization") == "token of the container"
     return sized("200 OK", json.dumps(keys_of("CONTAINER")).encode()) if right else sized("403 Forbidden", b"")
 
 
 def sts(asked: Asked) -> bytes:
-    """Takes web identities, which come without a signature, and the keys of who may assume a role."""
+    """STS: accepts unsigned web identities, and the keys of users who may assume a role."""
     by = key_of(asked)
     assert by in (None, "SOURCE us-east-1")
     action, name = ("AssumeRoleWithWebIdentity", "WEB") if by is None else ("AssumeRole", "ASSUMED")
@@ -156,7 +156,7 @@ CHAIN = {
 
 
 @pytest.mark.parametrize("kind", CHAIN)
-def test_every_request_is_signed_with_what_there_is(
+def test_every_request_is_signed_with_the_available_credentials(
     s3_requests: OddServer, set_up: Callable[[str], None], kind: str
 ) -> None:
     set_up(kind)
@@ -169,14 +169,14 @@ def test_every_request_is_signed_with_what_there_is(
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 
 
-def test_of_several_credentials_the_nearer_ones_are_used(s3_requests: OddServer, set_up: Callable[[str], None]) -> None:
+def test_credentials_have_the_documented_precedence(s3_requests: OddServer, set_up: Callable[[str], None]) -> None:
     for kind in ("default profile", "instance", "environment"):
         set_up(kind)
     Source("s3://bucket/v", StoreConfig()).get("data")
     assert {key_of(asked) for asked in s3_requests.asked} == {"ENVIRONMENT us-east-1"}
 
 
-def test_keys_that_a_profile_renews_are_read_again(
+def test_renewed_keys_of_a_profile_are_read_again(
     s3_requests: OddServer, set_up: Callable[[str], None], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(credentials, "_REREAD", timedelta(0))
@@ -190,7 +190,7 @@ def test_keys_that_a_profile_renews_are_read_again(
 
 
 @pytest.mark.parametrize("answers", ["nonsense", "nobody"])
-def test_a_machine_without_metadata_service_is_found_out_and_does_not_sign(
+def test_a_machine_without_metadata_service_does_not_sign(
     s3_requests: OddServer, monkeypatch: pytest.MonkeyPatch, answers: str
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
@@ -201,7 +201,7 @@ def test_a_machine_without_metadata_service_is_found_out_and_does_not_sign(
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 
 
-def test_a_refusal_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_names_the_credentials_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     with odd_server(lambda asked: sized("403 Forbidden", b"")) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         source = Source("s3://bucket/v", StoreConfig())
@@ -210,7 +210,7 @@ def test_a_refusal_says_what_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
             source.get("data")
 
 
-def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_profile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "typo")
     with pytest.raises(
         DataError, match=r"Cannot read .*\(typo\) could not be found; correct AWS_PROFILE, .*anonymous=true"
@@ -219,7 +219,7 @@ def test_a_profile_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert find_signing("s3://bucket", True).options == {"skip_signature": True}
 
 
-def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache_home: Path) -> None:
+def test_an_unreadable_profile_file_is_named_without_quoting_it(cache_home: Path) -> None:
     for text in ("aws_secret_access_key = SECRET\n", "[default]\nSECRET\n"):
         (cache_home / "aws-credentials").write_text(text)
         with pytest.raises(DataError, match=r"Cannot read the AWS credentials: .*aws-credentials") as caught:
@@ -228,7 +228,7 @@ def test_a_file_of_profiles_that_cannot_be_read_is_named_without_its_words(cache
 
 
 @pytest.mark.parametrize("command", ["/no/such/program", "echo no JSON", "false"])
-def test_a_process_that_gives_no_credentials_is_an_error(cache_home: Path, command: str) -> None:
+def test_a_credential_process_without_credentials_is_an_error(cache_home: Path, command: str) -> None:
     (cache_home / "aws-config").write_text(f"[default]\ncredential_process = {command}\n")
     with pytest.raises(DataError, match=r"Cannot read the AWS credentials: .*anonymous=true"):
         find_signing("s3://bucket", None)
@@ -243,7 +243,7 @@ def test_a_web_identity_without_a_role_is_an_error(
         find_signing("s3://bucket", None)
 
 
-def test_a_service_that_gives_out_credentials_and_is_away_is_waited_for_as_a_store_is(
+def test_an_outage_of_a_credential_service_is_retried_like_one_of_a_store(
     s3_requests: OddServer, set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_up("web identity")
@@ -257,10 +257,10 @@ def test_a_service_that_gives_out_credentials_and_is_away_is_waited_for_as_a_sto
 @pytest.mark.parametrize(
     "text", ["endpoint_url = URL", "services = minio\n[services minio]\ns3 =\n  endpoint_url = URL"]
 )
-def test_the_endpoint_of_a_profile_is_asked(
+def test_the_endpoint_of_a_profile_is_used(
     s3_requests: OddServer, cache_home: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """As profiles for MinIO, Ceph and R2 have one."""
+    """As in profiles for MinIO, Ceph and R2."""
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     (cache_home / "aws-credentials").write_text("[minio]\naws_access_key_id = MINIO\naws_secret_access_key = s\n")
     (cache_home / "aws-config").write_text(f"[profile minio]\n{text.replace('URL', s3_requests.url)}\n")
@@ -274,7 +274,7 @@ def test_the_endpoint_of_a_profile_is_asked(
 
 @pytest.fixture
 def gs_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[OddServer]:
-    """Takes every request, and keeps them."""
+    """A server that accepts and records every request."""
     with odd_server(lambda asked: sized("200 OK", b"data", DATE, 'ETag: "1"')) as server:
         monkeypatch.setenv("GOOGLE_BASE_URL", server.url)
         yield server
@@ -301,7 +301,7 @@ def test_a_service_account_signs_as_itself(
 @pytest.mark.parametrize(
     "text", ['{"type": "service_account", "private_key": "SECRET', '{"type": "external_account"}', None]
 )
-def test_a_file_of_google_that_cannot_be_used_is_an_error_without_its_words(
+def test_an_unusable_google_file_is_an_error_without_quoting_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
 ) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
@@ -324,7 +324,7 @@ def test_the_login_of_gcloud_is_used(cache_home: Path) -> None:
 
 
 @pytest.mark.parametrize("account", [b"robot@project", None])
-def test_a_machine_of_google_signs_with_its_service_account(
+def test_a_google_machine_signs_with_its_service_account(
     gs_requests: OddServer, monkeypatch: pytest.MonkeyPatch, account: bytes | None
 ) -> None:
     monkeypatch.delenv("NO_GCE_CHECK")

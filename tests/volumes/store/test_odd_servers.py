@@ -1,4 +1,4 @@
-"""Servers that answer in unusual ways are read all the same, or named after two tries; never waited for.
+"""Servers with unusual answers are read anyway, or reported after two tries; they are not outages.
 
 All with an outage limit of an hour: a reader that takes an answer for an outage would not end.
 """
@@ -28,7 +28,7 @@ BOX = ((0, 0, 0), (32, 64, 64))  # half of the only shard: its index and ranges 
 
 
 def chunked(data: bytes, asked: Asked) -> bytes:
-    """As a server that streams: no length, no ranges; to HEAD not even that."""
+    """A streaming server: no length, no ranges, no HEAD."""
     body = b"" if asked.method == "HEAD" else b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
     return answer("200 OK", body, "Transfer-Encoding: chunked")
 
@@ -42,7 +42,7 @@ def without_content_range(data: bytes, asked: Asked) -> bytes:
 
 
 def from_the_start(data: bytes, asked: Asked) -> bytes:
-    """Takes `bytes=-N` for the first N + 1 bytes."""
+    """Interprets `bytes=-N` as the first N + 1 bytes."""
     if asked.span is not None and asked.span[0] is None:
         asked = Asked(asked.method, asked.target, {"range": f"bytes=0-{asked.span[1]}"})
     return served(data, asked)
@@ -74,7 +74,7 @@ READ_ALL_THE_SAME = {
     ("kind", "scheme"),
     [*((kind, "http") for kind in READ_ALL_THE_SAME), ("suffix 501", "s3"), ("suffix misread", "s3")],
 )
-def test_a_server_that_does_not_count_from_the_end_gives_the_voxels_and_is_no_outage(
+def test_a_server_without_suffix_ranges_is_read_and_is_not_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: str
 ) -> None:
     write_array(tmp_path / "bucket/v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
@@ -89,7 +89,7 @@ def test_a_server_that_does_not_count_from_the_end_gives_the_voxels_and_is_no_ou
     assert volume.source.figures.retries == 0
 
 
-def test_what_a_server_does_not_understand_is_remembered_and_said_once(
+def test_a_missing_server_feature_is_remembered_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(6):
@@ -126,7 +126,7 @@ NAMED: dict[str, tuple[Callable[[Asked], bytes], str, ByteRange | None]] = {
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries(kind: str) -> None:
+def test_an_invalid_answer_is_reported_with_its_address_after_two_tries(kind: str) -> None:
     reply, words, byte_range = NAMED[kind]
     with odd_server(reply) as server:
         source = Source(server.url, StoreConfig(), has_answered=True)
@@ -139,14 +139,14 @@ def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries
         assert source.outage is None
 
 
-def test_a_body_that_breaks_off_is_an_outage() -> None:
+def test_an_interrupted_body_is_an_outage() -> None:
     came = itertools.chain([9, 9, 0, 0], itertools.repeat(len(DATA)))
     with odd_server(lambda asked: answer("200 OK", DATA[: next(came)], f"Content-Length: {len(DATA)}")) as server:
         assert Source(server.url, StoreConfig(), has_answered=True).get("data") == DATA
 
 
-def test_errors_are_outages_by_a_closed_list() -> None:
-    """What is neither of the list nor a status is taken for an answer that breaks the protocol."""
+def test_outages_are_a_closed_list_of_errors() -> None:
+    """Errors that are neither in the list nor a status count as protocol violations."""
     from obstore.exceptions import GenericError
 
     for status in range(400, 600):
@@ -166,7 +166,7 @@ def test_errors_are_outages_by_a_closed_list() -> None:
 
 
 def listing(keys: list[str], faults: dict[int, bytes]) -> Callable[[Asked], bytes]:
-    """ListObjectsV2 in pages of three; the n-th request is answered by `faults[n]`."""
+    """ListObjectsV2 in pages of three; `faults[n]` answers request n."""
     from urllib.parse import parse_qs, urlsplit
 
     count = iter(range(10**6))
@@ -196,7 +196,7 @@ BROKEN_LISTS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_LISTS)
-def test_a_list_that_breaks_off_goes_on_where_it_was_without_a_gap_or_a_key_twice(
+def test_an_interrupted_listing_continues_without_gaps_or_duplicates(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     keys = [f"v/{number:02}" for number in range(17)]
@@ -210,7 +210,7 @@ def test_a_list_that_breaks_off_goes_on_where_it_was_without_a_gap_or_a_key_twic
 
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
-def test_a_list_that_is_forbidden_is_asked_for_once_and_says_what_to_allow(
+def test_a_forbidden_listing_is_not_retried_and_names_the_permission(
     monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     with odd_server(lambda asked: sized(status, b"")) as server:

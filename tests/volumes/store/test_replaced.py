@@ -1,4 +1,4 @@
-"""Objects that are replaced at their address: never an old voxel in a later run, never two versions of one object."""
+"""Replaced objects: no old voxel in a later run, and no mixture of two versions of an object."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read(address: str, cache: Path, box: Any = WHOLE) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("headers", HEADERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_gives_what_the_store_has_now(tmp_path: Path, layout: str, headers: str) -> None:
+def test_the_cache_returns_the_current_version(tmp_path: Path, layout: str, headers: str) -> None:
     versions = [
         objects_of(write_array(tmp_path / n, v, 16, **LAYOUTS[layout]), "/v") for n, v in (("a", OLD), ("b", NEW))
     ]
@@ -89,7 +89,7 @@ def test_a_cache_gives_what_the_store_has_now(tmp_path: Path, layout: str, heade
             assert not part.any(), "what is gone from the store is not kept either"
 
 
-def test_an_object_store_is_checked_as_well(tmp_path: Path, s3: Any) -> None:
+def test_the_cache_checks_object_stores_too(tmp_path: Path, s3: Any) -> None:
     for name, voxels in (("a", OLD), ("b", NEW)):
         path = write_array(tmp_path / name, voxels, 16, **LAYOUTS["shards"])
         address = upload(s3, path, "public", f"{tmp_path.name}/v")
@@ -99,10 +99,8 @@ def test_an_object_store_is_checked_as_well(tmp_path: Path, s3: Any) -> None:
 
 
 @pytest.mark.parametrize(("headers", "cached"), [("etag", True), ("time only", False), ("etags of 2 servers", False)])
-def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
-    tmp_path: Path, headers: str, cached: bool
-) -> None:
-    """Its chunks lie elsewhere in the new one: with the old index another chunk's voxels would come."""
+def test_a_shard_replaced_during_a_read_is_one_version_or_the_other(tmp_path: Path, headers: str, cached: bool) -> None:
+    """Its chunks have other offsets in the new version: the old index would return another chunk's voxels."""
     old = write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"])
     moved = OLD.copy()
     moved[:16, :16, :16] = 0  # not stored, so that all others move
@@ -126,7 +124,7 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
 
 
 @pytest.mark.parametrize("headers", BALANCED)
-def test_etags_that_differ_per_server_are_no_damage(tmp_path: Path, headers: str) -> None:
+def test_etags_that_differ_per_server_are_not_damage(tmp_path: Path, headers: str) -> None:
     objects = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v")
     with serving(objects, headers=BALANCED[headers]) as web:
         volume = opened(f"{web}/v", None)
@@ -136,7 +134,7 @@ def test_etags_that_differ_per_server_are_no_damage(tmp_path: Path, headers: str
         volume.close()
 
 
-def test_what_has_another_etag_at_each_request_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+def test_an_object_with_a_new_etag_at_each_request_is_refused_not_damaged(tmp_path: Path) -> None:
     objects = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v")
     with serving(objects, headers=lambda body: {"ETag": f'"{next(_requests)}"'}) as web:
         volume = opened(f"{web}/v", None)
@@ -146,8 +144,8 @@ def test_what_has_another_etag_at_each_request_is_refused_and_not_called_damaged
         volume.close()
 
 
-def test_a_whole_shard_is_cut_by_its_own_index(tmp_path: Path) -> None:
-    """Of which an older one is kept from when parts of it were read."""
+def test_a_whole_shard_is_split_by_its_own_index(tmp_path: Path) -> None:
+    """An older index is still cached from a partial read."""
     hollow = OLD.copy()
     hollow[:16, :16, :16] = 0  # not stored: in the other one all chunks lie elsewhere
     old, new = (write_array(tmp_path / n, v, 16, **LAYOUTS["shards"]) for n, v in (("a", hollow), ("b", NEW)))

@@ -48,7 +48,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, server: ChunkServer, 
     return Source(addresses[request.param](), FAST)
 
 
-def test_objects_and_ranges_of_them_come_as_they_are_and_absent_ones_as_none(source: Source) -> None:
+def test_objects_and_ranges_are_read_and_absent_ones_are_none(source: Source) -> None:
     assert source.get("a/data") == DATA
     assert source.get("a/data", ByteRange(3, 20)) == DATA[3:20]
     assert source.get("a/data", ByteRange(1000)) == DATA[1000:]
@@ -64,7 +64,7 @@ def test_objects_and_ranges_of_them_come_as_they_are_and_absent_ones_as_none(sou
 
 
 @pytest.mark.parametrize("kind", ["reset", "truncate", "stall"])
-def test_half_a_body_is_never_taken_for_the_whole(server: ChunkServer, tmp_path: Path, kind: str) -> None:
+def test_a_truncated_body_is_never_accepted(server: ChunkServer, tmp_path: Path, kind: str) -> None:
     (tmp_path / "data").write_bytes(DATA * 1000)
     source = Source(server.url_of(tmp_path), FAST.model_copy(update={"timeout_s": 0.3}))
     server.set_faults([{"path": "data", "kind": kind, "times": 2}])
@@ -73,10 +73,10 @@ def test_half_a_body_is_never_taken_for_the_whole(server: ChunkServer, tmp_path:
     assert source.figures.bytes_fetched == len(DATA) * 1000
 
 
-def test_a_closed_source_neither_waits_nor_tries_again(
+def test_a_closed_source_neither_waits_nor_retries(
     server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process ends when its threads do: a pause must not hold it."""
+    """A process exits when its threads do, so a pause must not delay it."""
     monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 1000.0)
     source = Source(server.url_of(tmp_path), StoreConfig(requests=1, outage_minutes=1000))
     server.set_faults([{"path": "data", "kind": "status"}])
@@ -93,7 +93,7 @@ def test_a_closed_source_neither_waits_nor_tries_again(
     assert server.asked_for(tmp_path) == {"data": 1}
 
 
-def test_many_reads_are_under_way_at_once_but_no_more_than_allowed(server: ChunkServer, tmp_path: Path) -> None:
+def test_reads_are_concurrent_up_to_the_limit(server: ChunkServer, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(DATA)
     server.set_faults([{"path": "data", "kind": "delay", "delay_s": 0.1}])
     source = Source(server.url_of(tmp_path), StoreConfig(requests=6))
@@ -117,7 +117,7 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize(("address", "message"), ADDRESSES)
-def test_what_is_no_address_is_refused_in_one_line(address: str, message: str) -> None:
+def test_malformed_addresses_are_refused_in_one_line(address: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         open_volume(ArrayConfig(path=address))
     assert "\n" not in str(caught.value)
@@ -130,13 +130,13 @@ NAMES = ["scan#1", "q?v=2", "p%20q", 'é [z]{y}|^`"<>*\\z']
 
 
 def decoys(name: str) -> set[str]:
-    """What who takes a name for a part of a URL could make of it."""
+    """Names that a program could produce if it parsed the name as part of a URL."""
     parts = urlsplit(f"s3://bucket/{name}").path[1:]
     return {parts, unquote(name), unquote_plus(name), quote(name), quote_plus(name)} - {name, ""}
 
 
 @pytest.mark.parametrize(("where", "name"), [*(("s3", name) for name in NAMES), *(("file", name) for name in NAMES)])
-def test_a_name_of_any_characters_opens_what_has_it_and_is_printed_so(
+def test_names_with_any_characters_are_opened_and_printed_literally(
     tmp_path: Path, s3: Any, where: str, name: str
 ) -> None:
     right, wrong = textured((32, 32, 32)), 255 - textured((32, 32, 32))
@@ -162,7 +162,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("address", TARGETS)
-def test_a_web_address_is_sent_as_it_is_written_with_its_query_behind_each_key(address: str) -> None:
+def test_a_web_address_is_sent_as_written_with_its_query_after_each_key(address: str) -> None:
     with odd_server(lambda asked: sized("200 OK", b"ab")) as server:
         source = Source(server.url.replace("//", "//me:se%20cret@") + address, FAST)
         assert source.get(".zarray") == b"ab"
@@ -173,7 +173,7 @@ def test_a_web_address_is_sent_as_it_is_written_with_its_query_behind_each_key(a
     assert "sig" not in source.shown
 
 
-def test_an_address_of_google_needs_no_network_to_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_google_address_is_opened_without_network_access(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     opened = open_store("gs://bucket/scroll#1?v=2%20.zarr/", StoreConfig())
@@ -204,7 +204,7 @@ def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("source", ["disk", "s3"], indirect=True)
-def test_a_listing_holds_what_lies_below_a_prefix_of_whole_segments(source: Source, tmp_path: Path, s3: Any) -> None:
+def test_a_listing_contains_the_keys_below_a_prefix_of_whole_segments(source: Source, tmp_path: Path, s3: Any) -> None:
     for key in ("1/2/3", "1/20", "10/2", "1.x"):
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(b"")
@@ -219,7 +219,7 @@ def test_a_listing_holds_what_lies_below_a_prefix_of_whole_segments(source: Sour
 
 
 @pytest.mark.parametrize("source", ["disk"], indirect=True)
-def test_a_folder_that_cannot_be_listed_any_more_ends_a_list(
+def test_a_folder_that_fails_during_a_listing_is_an_error(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "b").mkdir()
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_listed_any_more_ends_a_list(
             list(itertools.islice(source.list_keys(prefix), 1000))
 
 
-def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path) -> None:
+def test_links_to_slabs_on_other_disks_are_listed_and_read(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)))
     (tmp_path / "disk2").mkdir()
     (path / "1").rename(tmp_path / "disk2/slab")
@@ -247,7 +247,7 @@ def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path)
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(tmp_path: Path, layout: str) -> None:
+def test_a_slab_on_an_unmounted_disk_is_an_error_not_air(tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)), **LAYOUTS[layout])
     slab = path / {"v2": "1", "v3-sharded": "c/1"}[layout]
     slab.rename(tmp_path / "unmounted")
@@ -265,7 +265,7 @@ def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(tmp_
 
 
 @pytest.mark.parametrize("source", ["http"], indirect=True)
-def test_a_web_server_cannot_list_and_the_error_says_what_to_do(source: Source) -> None:
+def test_listing_a_web_server_is_an_error_with_a_remedy(source: Source) -> None:
     for listing in (lambda: list(source.list_keys("a")), lambda: source.list_one_level("a")):
         with pytest.raises(
             DataError, match=r"web servers cannot list; put a `.chunk_occupancy.npz` next to level 0, or set data\."
@@ -274,8 +274,8 @@ def test_a_web_server_cannot_list_and_the_error_says_what_to_do(source: Source) 
 
 
 @pytest.mark.parametrize("answer", [404, 405])
-def test_what_a_server_delivers_is_there_whatever_it_says_to_head(answer: int) -> None:
-    """A program that asks by HEAD, or takes each refusal of it for absence, fails."""
+def test_existence_does_not_depend_on_the_answer_to_head(answer: int) -> None:
+    """A program that uses HEAD, or treats a refusal of HEAD as absence, fails."""
     with serving({"/data": b"x" * 9, "/empty": b"", "/whole": b"y" * 9}, head=answer, no_ranges={"/whole"}) as address:
         source = Source(address, FAST)
         assert source.absent(["data", "empty", "whole", "none"]) == ["none"]

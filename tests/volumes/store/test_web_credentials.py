@@ -1,4 +1,4 @@
-"""What is sent to web servers and to Hugging Face's Hub: the nearest credentials, to their host alone, never told."""
+"""Credentials for web servers and the Hugging Face Hub: the first available, sent only to their host, never logged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def basic(login: str) -> str:
 
 @pytest.fixture
 def web() -> Iterator[OddServer]:
-    """Takes every request, and keeps them."""
+    """A server that accepts and records every request."""
     with odd_server(lambda asked: served(b"data", asked, 'ETag: "1"')) as server:
         yield server
 
@@ -46,7 +46,7 @@ def sent(server: OddServer, name: str = "authorization") -> set[str | None]:
 # ---- web servers
 
 
-def test_of_address_variable_and_netrc_the_nearest_signs_every_request(
+def test_the_address_precedes_the_variable_which_precedes_netrc(
     web: OddServer, monkeypatch: pytest.MonkeyPatch, cache_home: Path
 ) -> None:
     def used(address: str = web.url) -> set[str | None]:
@@ -74,7 +74,7 @@ def test_of_address_variable_and_netrc_the_nearest_signs_every_request(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_redirect_to_another_host_or_port_does_not_take_credentials_along(
+def test_credentials_do_not_follow_a_redirect_to_another_host_or_port(
     web: OddServer, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     target = f"Location: {web.url.replace('127.0.0.1', host)}/cdn"
@@ -89,7 +89,7 @@ def test_a_redirect_to_another_host_or_port_does_not_take_credentials_along(
 @pytest.mark.parametrize(
     "line", [f"X-Api-Key: {SECRET}", f"host X-Api-Key: {SECRET}", f"Authorization: {SECRET}", SECRET]
 )
-def test_a_line_that_cannot_be_sent_safely_is_refused_without_its_words(
+def test_an_unsafe_header_line_is_refused_without_quoting_it(
     web: OddServer, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.setenv(WEB, f"host Cookie: a\n{line}")
@@ -101,14 +101,14 @@ def test_a_line_that_cannot_be_sent_safely_is_refused_without_its_words(
     assert not web.asked
 
 
-def test_a_header_that_is_none_is_refused_without_its_words(web: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_header_is_refused_without_quoting_it(web: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}\x01")
     with pytest.raises(DataError, match="Cannot open ") as caught:
         Source(web.url, FAST).get("data")
     assert SECRET not in str(caught.value)
 
 
-def test_a_netrc_that_cannot_be_read_is_said_once_without_its_words(
+def test_an_unreadable_netrc_is_reported_once_without_quoting_it(
     web: OddServer, cache_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache_home / "netrc").write_text(f"machine 127.0.0.1\nlogin me\npasword {SECRET}\n")
@@ -118,7 +118,7 @@ def test_a_netrc_that_cannot_be_read_is_said_once_without_its_words(
 
 
 def echo(status: str) -> Callable[[Asked], bytes]:
-    """A server that says what it was sent, as debugging proxies do."""
+    """A server that echoes requests, as debugging proxies do."""
     return lambda asked: sized(status, f"not allowed: {asked.headers.get('authorization', '')}".encode())
 
 
@@ -135,7 +135,7 @@ WHO = {
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "404 Not Found", "418 Teapot"])
 @pytest.mark.parametrize("who", WHO)
-def test_no_error_and_no_log_line_holds_a_secret_even_where_the_server_sends_it_back(
+def test_no_error_or_log_line_contains_a_secret_even_if_the_server_echoes_it(
     monkeypatch: pytest.MonkeyPatch, cache_home: Path, caplog: pytest.LogCaptureFixture, who: str, status: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -155,9 +155,7 @@ def test_no_error_and_no_log_line_holds_a_secret_even_where_the_server_sends_it_
             assert secret not in text
 
 
-def test_a_refusal_says_with_what_was_asked_or_what_was_looked_for(
-    monkeypatch: pytest.MonkeyPatch, cache_home: Path
-) -> None:
+def test_a_refusal_names_the_credentials_used_or_tried(monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> None:
     with odd_server(echo("401 Unauthorized")) as server:
         looked = rf"not signed: no user in the address, no line for 127\.0\.0\.1 in {WEB}, no entry in .*netrc\)"
         with pytest.raises(RefusedError, match=rf"refuses access: .*401.* \({looked}; check"):
@@ -167,10 +165,10 @@ def test_a_refusal_says_with_what_was_asked_or_what_was_looked_for(
                 Source(WHO[who](server.url, cache_home, monkeypatch), FAST).get("data")
 
 
-def test_readers_on_ray_have_the_credentials_and_no_file_of_the_run_and_no_output_holds_them(
+def test_ray_readers_get_the_credentials_but_no_file_or_output_contains_them(
     tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The server refuses chunks when a step was made, and sends back what it was sent."""
+    """The server refuses chunks after a step, and echoes the request."""
     monkeypatch.chdir(tmp_path)
     objects = objects_of(write_array(tmp_path / "v.zarr", textured((96, 64, 64)), compressors=None), "/v.zarr")
     monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}")
@@ -218,7 +216,7 @@ def objects() -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[OddServer, OddServer]]:
-    """The Hub, which sends to a host of its own for what a repository holds; and that host."""
+    """The Hub, which redirects to another host for the files of a repository; and that host."""
 
     def deliver(asked: Asked) -> bytes:
         assert asked.target.endswith("?signature=of-the-hub")
@@ -252,7 +250,7 @@ REVISIONS = {
 
 
 @pytest.mark.parametrize("name", REVISIONS)
-def test_an_address_of_the_hub_leads_to_the_file_of_its_revision(
+def test_a_hub_address_selects_the_file_of_its_revision(
     hub: tuple[OddServer, OddServer], objects: dict[str, bytes], name: str
 ) -> None:
     objects[f"{REVISIONS[name]}/a%20b%231/data"] = b"of the revision"
@@ -262,7 +260,7 @@ def test_an_address_of_the_hub_leads_to_the_file_of_its_revision(
 
 
 @pytest.mark.parametrize("where", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "cache", None])
-def test_the_token_goes_to_the_hub_and_not_to_where_it_redirects(
+def test_the_token_does_not_follow_redirects_of_the_hub(
     hub: tuple[OddServer, OddServer], monkeypatch: pytest.MonkeyPatch, cache_home: Path, where: str | None
 ) -> None:
     if where == "HF_TOKEN":
@@ -281,13 +279,13 @@ def test_the_token_goes_to_the_hub_and_not_to_where_it_redirects(
 
 
 @pytest.mark.parametrize("address", ["hf://", "hf://owner/name/v", "hf://datasets/name", "hf://spaces/owner/name/v"])
-def test_what_is_no_data_set_of_the_hub_is_refused(address: str) -> None:
+def test_hub_addresses_other_than_data_sets_are_refused(address: str) -> None:
     with pytest.raises(DataError, match=r"it is not hf://datasets/OWNER/NAME\[@REVISION\]/PATH; check the address"):
         Source(address, FAST)
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-def test_a_volume_on_the_hub_streams_and_is_copied_as_from_disk_and_cannot_be_listed(
+def test_a_hub_volume_streams_and_copies_as_from_disk_but_cannot_be_listed(
     hub: tuple[OddServer, OddServer],
     objects: dict[str, bytes],
     tmp_path: Path,

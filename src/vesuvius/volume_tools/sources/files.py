@@ -1,4 +1,4 @@
-"""Arrays as they lie in files: raw, npy, NIfTI, NRRD, HDF5; and N5, a folder of chunks."""
+"""Opens arrays in files (raw, npy, NIfTI, NRRD, HDF5) and in N5, a folder of chunks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import VOXELS, Geometry, unit_name
 
-_UNIT_BYTES = 2**24  # that are decoded at once, where chunks are smaller
-_C_TYPES = {"char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4"}  # NRRD's, where numpy's differ
+_UNIT_BYTES = 2**24  # decoded at once if chunks are smaller
+_C_TYPES = {"char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4"}  # NRRD names unknown to numpy
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Stored:
     """An array in files."""
 
     files: Sequence[Path]
-    names: str  # a letter for each axis: Z, Y, X, and others
+    names: str  # a letter for each axis: Z, Y, X and others
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    get: Callable[[tuple[Any, ...]], NDArray[Any]]  # of a part of one unit: a slice or a number for each axis
-    unit: tuple[int, ...]  # what is decoded at once
+    get: Callable[[tuple[Any, ...]], NDArray[Any]]  # part of one unit, by a slice or an integer for each axis
+    unit: tuple[int, ...]  # shape that is decoded at once
     geometry: Geometry = VOXELS
 
 
 def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geometry:
-    """Where a voxel's size is known along all axes."""
+    """A geometry with this voxel size; `VOXELS` unless it is known along all axes."""
     sizes = [float(size) for size in sizes_zyx]
     if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
         return VOXELS
@@ -49,7 +49,7 @@ def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geome
 def paged(
     files: Sequence[Path], names: str, shape: Sequence[int], dtype: Any, lead: int, page: Callable[[int], Any]
 ) -> Stored:
-    """Of pages, each decoded whole, numbered along the first `lead` axes."""
+    """An array of pages, each decoded as a whole and numbered along the first `lead` axes."""
     shape = tuple(map(int, shape))
     numbers = np.arange(math.prod(shape[:lead])).reshape(shape[:lead])
 
@@ -60,8 +60,10 @@ def paged(
     return Stored(files, names, shape, np.dtype(dtype), get, (*(1,) * lead, *shape[lead:]))
 
 
-def flat(file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, gzip_at: int | None = None) -> Stored:
-    """Voxels from byte `start` of a file on; or of the gzip data in it from `gzip_at` on, read from the front."""
+def contiguous(
+    file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, gzip_at: int | None = None
+) -> Stored:
+    """An array stored contiguously from byte `start` of a file, or of the gzip stream at byte `gzip_at`."""
     lead, dtype = min(map(names.find, "ZYX")) + 1, np.dtype(dtype)
     size = math.prod(shape[lead:]) * dtype.itemsize
     stream: Any = file.open("rb")
@@ -78,25 +80,25 @@ def flat(file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, g
     return paged([file], names, shape, dtype, lead, page)
 
 
-def named(shape: Sequence[int]) -> str:
-    """Letters for an array that names no axes: z, y and x come last, but for up to 4 channels behind longer axes."""
+def default_axes(shape: Sequence[int]) -> str:
+    """Axis letters of an array without names: z, y, x come last, except for up to 4 channels after longer axes."""
     channels = len(shape) > 3 and shape[-1] <= 4 < min(shape[-4:-1])
     return ("C" * len(shape) + "ZYX" + "C" * channels)[-len(shape) :]
 
 
 def check_length(file: Path, due: int) -> None:
-    """Raises DataError for a file that ends before all of its voxels."""
+    """Raise DataError if a file is shorter than its voxels."""
     if (there := file.stat().st_size) < due:
-        raise refuse(file, f"it is cut short: {there} bytes, of at least {due}", "copy it again")
+        raise refuse(file, f"it is truncated: {there} bytes instead of {due}", "copy it again")
 
 
 def refuse(path: object, problem: str, remedy: str) -> DataError:
-    """The error for what is no volume."""
+    """The error for a scan that cannot be imported."""
     return DataError(f"Cannot import {path}: {problem}; {remedy}")
 
 
-def sized(shape: Sequence[int], dtype: object) -> str:
-    """A shape and a dtype in words."""
+def describe(shape: Sequence[int], dtype: object) -> str:
+    """'10x20x30 uint8'."""
     return f"{format_sizes(shape)} {dtype}"
 
 
@@ -104,54 +106,57 @@ def sized(shape: Sequence[int], dtype: object) -> str:
 
 
 def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
-    """Voxels and nothing else."""
+    """Open a file that contains only voxels."""
     there, due = file.stat().st_size, math.prod(shape_zyx) * dtype.itemsize
     if there != due:
-        problem = f"it has {there} bytes, but {sized(shape_zyx, dtype)} are {due}"
+        problem = f"it has {there} bytes, but {describe(shape_zyx, dtype)} needs {due}"
         raise refuse(file, problem, "correct --shape and --dtype, or the file")
-    return flat(file, "ZYX", shape_zyx, dtype, 0)
+    return contiguous(file, "ZYX", shape_zyx, dtype, 0)
 
 
 def open_npy(file: Path) -> Stored:
-    """As numpy.save writes it, in C or Fortran order; axes (Z, Y, X)."""
+    """Open a file of numpy.save, in C or Fortran order; axes (Z, Y, X)."""
     array = np.load(file, mmap_mode="r")
     step = 1 if array.flags.c_contiguous else -1
-    return flat(file, named(array.shape)[::step], array.shape[::step], array.dtype, array.offset)
+    return contiguous(file, default_axes(array.shape)[::step], array.shape[::step], array.dtype, array.offset)
 
 
 def open_nifti(file: Path) -> Stored:
-    """Stored (X, Y, Z), x fastest.  The affine is not applied but for the size of a voxel, nor is the scaling."""
+    """Stored (X, Y, Z), x fastest.  Of the affine only the voxel size is used; voxels are not rescaled."""
     image = import_module("nibabel").load(file)
     data, header = image.dataobj, image.header
     names = ("XYZT" + "C" * len(data.shape))[: len(data.shape)]
     packed = 0 if file.suffix == ".gz" else None
-    stored = flat(file, names[::-1], data.shape[::-1], data.dtype, data.offset, packed)
+    stored = contiguous(file, names[::-1], data.shape[::-1], data.dtype, data.offset, packed)
     return replace(stored, geometry=geometry(header.get_zooms()[2::-1], [header.get_xyzt_units()[0]] * 3))
 
 
 def open_nrrd(file: Path) -> Stored:
-    """Stored (X, Y, Z), x fastest, maybe behind colours.  Of space directions the lengths are kept."""
+    """Stored (X, Y, Z), x fastest, after an optional color axis.  Of space directions only the lengths are used."""
     with file.open("rb") as stream:
         header: dict[str, Any] = import_module("nrrd").read_header(stream)
         start = stream.tell()
     detached = header.get("data file", header.get("datafile"))
     data, encoding = file.parent / (detached or file.name), header["encoding"]
     if encoding not in ("raw", "gzip", "gz") or any("skip" in key for key in header) or not data.is_file():
-        problem = f"encoding {encoding}, voxels in {data.name}, where raw or gzip data in one file can be read"
+        problem = f"its encoding is {encoding} and its voxels are in {data.name}, not raw or gzip data in one file"
         raise refuse(file, problem, "convert it: unu save -f nrrd -e gzip")
     word = header["type"].removesuffix("_t").replace("unsigned ", "u").replace("signed ", "")
     dtype = np.dtype(_C_TYPES.get(word, word)).newbyteorder(">" if header.get("endian") == "big" else "<")
     shape, start = header["sizes"][::-1].tolist(), 0 if detached else start
-    stored = flat(data, named(shape), shape, dtype, *((start,) if encoding == "raw" else (0, start)))
+    stored = contiguous(data, default_axes(shape), shape, dtype, *((start,) if encoding == "raw" else (0, start)))
     sizes, units = header.get("spacings", ()), header.get("units")
     if "space directions" in header:
         sizes, units = [np.linalg.norm(row) for row in header["space directions"]], header.get("space units")
-    sizes = [size for size in sizes if size > 0]  # of colours it is NaN
+    sizes = [size for size in sizes if size > 0]  # NaN for color
     return replace(stored, geometry=geometry(sizes[::-1], (units or [None] * 3)[::-1]))
 
 
 def open_hdf5(file: Path, inside: str) -> Stored:
-    """A dataset (Z, Y, X), named unless it is the only one of three axes; its attribute element_size_um is z, y, x."""
+    """Open a dataset (Z, Y, X), which needs a name unless it is the only one with three axes.
+
+    Its attribute element_size_um is z, y, x.
+    """
     with suppress(ImportError):
         import_module("hdf5plugin")  # more filters
     root, found = import_module("h5py").File(file, "r"), list[str]()
@@ -159,9 +164,9 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     name = inside.strip("/") or (found[0] if len(found) == 1 else "")
     if name not in found:
         problem = f"it has no dataset {inside}" if inside else f"it has {len(found)} datasets of three axes or more"
-        raise refuse(file, problem, f"name one: {', '.join(f'{file}:/{each}' for each in found[:8]) or '-'}")
+        raise refuse(file, problem, f"choose one: {', '.join(f'{file}:/{each}' for each in found[:8]) or '-'}")
     data = root[name]
-    names = named(data.shape)
+    names = default_axes(data.shape)
     chunks = data.chunks or [1 if axis <= names.find("Z") else size for axis, size in enumerate(data.shape)]
     size = data.attrs.get("element_size_um", ())
     unit = _at_once(chunks, data.shape, data.dtype)
@@ -170,7 +175,7 @@ def open_hdf5(file: Path, inside: str) -> Stored:
 
 
 def open_n5(folder: Path, inside: str) -> Stored:
-    """A dataset, stored (X, Y, Z)."""
+    """Open a dataset, stored (X, Y, Z)."""
     path = (folder / inside.strip("/")).resolve()
     about = json.loads((path / "attributes.json").read_text())
     spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(path)}}
@@ -179,10 +184,10 @@ def open_n5(folder: Path, inside: str) -> Stored:
     unit = _at_once(data.chunk_layout.read_chunk.shape, shape, dtype)
     voxel = geometry(pixel.get("dimensions", ())[2::-1], [pixel.get("unit")] * 3)
     files = [path / "attributes.json"]
-    return Stored(files, named(shape), shape, dtype, lambda index: data[index].read().result(), unit, voxel)
+    return Stored(files, default_axes(shape), shape, dtype, lambda index: data[index].read().result(), unit, voxel)
 
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """As many along the last axis as are worth a call."""
+    """Extend chunks along the last axis so that a read is worth its overhead."""
     many = max(1, _UNIT_BYTES // (math.prod(chunks) * dtype.itemsize))
     return (*chunks[:-1], min(shape[-1], chunks[-1] * many))

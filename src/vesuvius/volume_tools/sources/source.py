@@ -1,4 +1,4 @@
-"""A volume of an array in files: which of its axes are z, y and x, and where the others are fixed."""
+"""Turns an array in files into a volume: finds its axes z, y and x, and selects an index along the others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _OPENERS: dict[str, Callable[[Path], Stored]] = {
 def open_source(
     path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: np.dtype[Any] | None = None
 ) -> Stored:
-    """Open a scan; reads headers.
+    """Open a scan.  Reads headers.
 
     Args:
         path: a file or folder; for HDF5 and N5 with `:/dataset`.
-        select: the index along each axis, in stored order, that is longer than 1 and none of z, y, x.
-        shape, dtype: of a file without a header.
+        select: an index for each axis longer than 1, in stored order, except z, y and x.
+        shape, dtype: for a file without a header.
 
     Returns:
-        An array (Z, Y, X), in native byte order, whose `get` raises DataError.
+        An array (Z, Y, X) in native byte order, whose `get` raises DataError.
 
     Raises:
-        ConfigError: the format is not known.
-        DataError: it cannot be read, is cut short, is no volume, or its library is not installed.
+        ConfigError: the format is unknown.
+        DataError: the scan is unreadable, truncated or not a volume, or its library is not installed.
     """
     head, _, inside = path.rpartition(":")
     file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
@@ -70,14 +70,14 @@ def _opened(file: Path, inside: str) -> Stored:
         if file.name.lower().endswith(ending):
             return opener(file)
     raise ConfigError(
-        f"Cannot import {file}: its name ends in none of .tif, .h5, .nii, .nii.gz, .nrrd, .nhdr, .npy, and it is no "
-        "folder of slices; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
+        f"Cannot import {file}: it is not a folder of slices, and its name does not end in .tif, .h5, .nii, .nii.gz, "
+        ".nrrd, .nhdr or .npy; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
     )
 
 
 @contextmanager
 def _library_errors(path: str, where: str = "") -> Iterator[None]:
-    """Make DataErrors of what libraries raise, whatever it is."""
+    """Raise any error of a library as a DataError."""
     try:
         yield
     except VesuviusError:
@@ -94,13 +94,13 @@ def _library_errors(path: str, where: str = "") -> Iterator[None]:
 def _axes(stored: Stored, select: tuple[int, ...], path: str) -> Axes:
     found = f"axes {stored.names} of shape {format_sizes(stored.shape)}"
     if any(stored.names.count(letter) != 1 for letter in "ZYX"):
-        raise refuse(path, f"it has {found}, not Z, Y, X once each", "save it with its axes named so")
+        raise refuse(path, f"it has {found}, not Z, Y, X once each", "save it with these axis names")
     zyx = triple(map(stored.names.index, "ZYX"))
     others = [axis for axis in range(len(stored.shape)) if axis not in zyx]
     longer = [axis for axis in others if stored.shape[axis] > 1]
     fixed = dict(zip(longer, select, strict=False))
     if len(select) != len(longer) or any(i >= stored.shape[axis] for axis, i in fixed.items()):
         example = ",".join("0" * len(longer))
-        remedy = f"give one index for each other axis, e.g. --select {example}" if longer else "leave it out"
+        remedy = f"give an index for each other axis, e.g. --select {example}" if longer else "omit --select"
         raise refuse(path, f"--select {','.join(map(str, select)) or '(none)'} does not fit {found}", remedy)
     return Axes(zyx, tuple(fixed.get(axis, 0) for axis in others))

@@ -1,1 +1,1 @@
-"""How an array is stored: metadata, axes, levels, shards, codecs.  In: documents and bytes.  Out: what they mean."""
+"""How an array is stored: metadata, axes, levels, shards, codecs.  In: documents and bytes.  Out: their meaning."""
