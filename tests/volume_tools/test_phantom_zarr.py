@@ -142,7 +142,7 @@ def test_an_interrupted_write_resumes_with_the_same_voxels(tmp_path, chunks, los
     np.testing.assert_array_equal(levels_of(report["labels_path"])[0], label)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.labels.zarr", "v.zarr"]
     assert write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=1, chunk=16)["stored_bytes"] == 0
-    with pytest.raises(ConfigError, match="begun with other arguments: seed 2"):
+    with pytest.raises(ConfigError, match="started with other arguments: seed 2"):
         write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=2, chunk=16)
 
 

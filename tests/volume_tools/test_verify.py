@@ -1,4 +1,4 @@
-"""Every stored chunk is read once, even across interruptions; broken chunks are listed even if they kill the process."""
+"""Every stored chunk is read once, even across interruptions; broken chunks are listed even if they kill a process."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_every_read_returns_finite_voxels(tmp_path: Path, dtype: str, nan: Nan, 
 
 
 def test_nan_as_error_damages_the_whole_chunk(tmp_path: Path) -> None:
-    """Regions that do not touch the NaN are refused too, so that the order of samples does not depend on the readers."""
+    """Regions that do not touch the NaN are refused too, so that the order of samples does not depend on readers."""
     voxels = textured(SHAPE, dtype="float32")
     voxels[40, 41, 42] = np.nan
     volume = opened(write_array(tmp_path / "v.zarr", voxels), "error")

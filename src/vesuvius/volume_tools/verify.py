@@ -205,8 +205,8 @@ def _begin(reading: Reading) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
-    # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
+    # numcodecs creates a lock for blosc.  In a spawned process the lock has a name, and after a termination Python's
+    # resource tracker reports a leak; with the fork method it has none.  No process is started from here.
     multiprocessing.set_start_method("fork", force=True)
 
 
