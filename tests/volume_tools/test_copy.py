@@ -320,7 +320,7 @@ def test_anything_but_a_copy_is_never_replaced(tmp_path: Path) -> None:
 BAD_BOXES: list[tuple[dict[str, Any], str]] = [
     (
         {"start_zyx": (0, 0, 41), "size_zyx": (8, 8, 8)},
-        r"start \[0, 0, 41\], size \[8, 8, 8\] .* 48x48x48 voxels; change",
+        r"start \[0, 0, 41\], size \[8, 8, 8\]\) .* 48x48x48 voxels; change",
     ),
     ({"start_zyx": (48, 0, 0)}, "is not inside"),
     ({"levels": 0}, "--levels 0 is impossible for .* voxels; choose 1 to 7"),

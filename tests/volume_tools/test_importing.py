@@ -319,7 +319,7 @@ def test_raw_voxels_need_a_matching_shape_and_dtype(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().err
     assert "add --shape Z,Y,X --dtype T if it holds raw voxels" in said
     assert "argument --dtype: invalid dtype value: 'pixels'" in said
-    assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 are {voxels.size}; correct --shape" in said
+    assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 needs {voxels.size}; correct --shape" in said
     assert volume.main([*command, "--dtype=>i2"]) == 0
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
     assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr", level=1)).voxel_size_um == (16, 15, 14)
