@@ -128,8 +128,8 @@ class RunPlan:
             largest = largest_batch(config, self.vram_bytes)
             remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
             text = (
-                f"training.train_batch_size {config.training.micro_batch} does not fit: {format_size(need)} "
-                f"needed, {format_size(self.vram_bytes)} of GPU memory; {remedy if largest else memory_saving_advice(config)}"
+                f"training.train_batch_size {config.training.micro_batch} does not fit: {format_size(need)} needed, "
+                f"{format_size(self.vram_bytes)} of GPU memory; {remedy if largest else memory_saving_advice(config)}"
             )
             found.append(Problem(text, True))
         elif need > self.vram_free_bytes:
