@@ -95,7 +95,7 @@ USAGES = [
         for shape in ("256,512", "64,64,15", "a,b,c", "")
     ),
     (["copy", "v.zarr", "c.zarr", "--size", "8,16"], "'8,16' is not three integers z,y,x of at least 1"),
-    (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
+    (["info", "v.zarr", "--places", "many"], "an integer of at least 0"),
     (["info", "v.zarr", "--select", "0,x"], "'x' is not an integer of at least 0"),
     (["copy", "v.zarr"], "OUT.zarr"),
     (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "is not three integers z,y,x of at least 0"),
