@@ -35,8 +35,8 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_warmup_must_end_before_the_run() -> None:
     assert problems(f"{MINIMAL}training: {{warmup_steps: 20, steps_per_epoch: 5, epochs: 4}}") == [
-        "x.yaml: training.warmup_steps must be below epochs x steps_per_epoch; got 20 of 20; lower warmup_steps or "
-        "lengthen the run"
+        "x.yaml: training.warmup_steps 20 leaves no steps after the warm-up: epochs x steps_per_epoch is 20; lower "
+        "warmup_steps or lengthen the run"
     ]
     assert read(f"{MINIMAL}training: {{warmup_steps: 19, steps_per_epoch: 5, epochs: 4}}").horizon_steps == 20
 
@@ -56,25 +56,31 @@ def test_derived_numbers_follow_from_the_keys() -> None:
             ["data.patch_size=[72, 136, 128]"],
             "augment.rot90 cannot rotate patches of [72, 136, 128] voxels",
         ),
-        (["data.normalize={low: 3}"], "low and high go together: set both, or neither to have them estimated"),
-        (["data.normalize={low: 3, high: 3}"], "low must be below high; got low=3.0, high=3.0"),
-        (["model.channels=[8, 12]"], "the last of channels must be a multiple of attention_heads; got 12 and 8"),
-        (["diffusion.timesteps=29"], "sampler_steps must not exceed timesteps; got 30 of 29"),
-        (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
-        (["data.condition_classes=3", "data.condition_values=[0, 1]"], "condition_values names a label for each class"),
-        (["data.condition_values=[0, 0]", "data.condition_classes=2"], "condition_values names a label for each class"),
-        (["data.condition_values=[0, 1]"], "condition_values names a label for each class"),
-        (["data.condition_classes=3"], "condition_classes says what the volumes' conditions hold; got 3 and no"),
-        (["training.checkpoint_levels=[4]"], "go from 0, full resolution, to 3, the last of model.channels; got [4]"),
+        (["data.normalize={low: 3}"], "only one of low and high is set"),
+        (["data.normalize={low: 3, high: 3}"], "low 3.0 is not below high 3.0"),
+        (["model.channels=[8, 12]"], "the last entry of channels, 12, is not a multiple of attention_heads 8"),
+        (["diffusion.timesteps=29"], "sampler_steps 30 exceed timesteps 29"),
+        (["model.strides=[[1, 2, 2]]"], "strides has length 1 for 3 levels"),
+        (
+            ["data.condition_classes=3", "data.condition_values=[0, 1]"],
+            "condition_values [0, 1] do not name condition_classes=3",
+        ),
+        (
+            ["data.condition_values=[0, 0]", "data.condition_classes=2"],
+            "condition_values [0, 0] do not name condition_classes=2",
+        ),
+        (["data.condition_values=[0, 1]"], "condition_values [0, 1] do not name condition_classes=None"),
+        (["data.condition_classes=3"], "condition_classes is 3, but no volume has a condition"),
+        (["training.checkpoint_levels=[4]"], "checkpoint_levels [4] exceed the levels of the network"),
         (
             ["training.checkpoint_levels=[0]", "model.full_res_channels=0"],
-            "checkpoint_levels 0 is the full-resolution blocks; got it with model.full_res_channels 0",
+            "checkpoint_levels contains 0, the full-resolution blocks, but model.full_res_channels is 0",
         ),
         (
             ["data.condition_normalize={low: 0.0, high: 2.0}"],
-            "condition_normalize is for conditions of grey values; got 0 to 2 and no condition; remove",
+            "condition_normalize needs a condition of grey values, but there is none; remove",
         ),
-        (["diffusion.sampler_guidance=2.0"], "needs a model trained both with and without a condition; got 2.0"),
+        (["diffusion.sampler_guidance=2.0"], "sampler_guidance 2.0 needs a model trained with and without a condition"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_with_the_remedy(overrides: list[str], message: str) -> None:
@@ -86,12 +92,12 @@ def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
     strides = "model.strides=[[1, 2, 2], [3, 1, 2]]"
     assert read(MINIMAL, strides).model.divisor_zyx == (6, 4, 8)
     assert problems(MINIMAL, strides, "data.patch_size=[70, 136, 136]") == [
-        "override data.patch_size=[70, 136, 136]: data.patch_size must be a multiple of [6, 4, 8] (model.stem_stride "
-        "times model.strides); got [70, 136, 136]; nearest that fit: [66, 136, 136] and [72, 136, 136]"
+        "override data.patch_size=[70, 136, 136]: data.patch_size [70, 136, 136] is not a multiple of [6, 4, 8] "
+        "(model.stem_stride times model.strides); the nearest valid sizes are [66, 136, 136] and [72, 136, 136]"
     ]
     (one_slice,) = problems(MINIMAL, strides, "data.patch_size=[1, 136, 136]")
     assert one_slice.endswith(
-        "nearest that fit: [6, 136, 136]; or set model.stem_stride and model.strides to 1 along z"
+        "nearest valid sizes are [6, 136, 136]; or set model.stem_stride and model.strides to 1 along z"
     )
 
 

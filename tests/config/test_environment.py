@@ -74,7 +74,7 @@ def test_a_name_of_no_key_is_refused_with_what_was_meant() -> None:
     for name, problem in {
         "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
         "LR": "lr: unknown key; did you mean training.lr?",
-        "DATA__VOLUMES__PATH": "data.volumes has 1 entries, counted from 0; got index path",
+        "DATA__VOLUMES__PATH": "data.volumes has no entry path; use 0 to 0",
         "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer",
     }.items():
         assert problems(**{name: "1"}) == [f"environment variable VESUVIUS_{name}: {problem}"]
@@ -83,7 +83,7 @@ def test_a_name_of_no_key_is_refused_with_what_was_meant() -> None:
 def test_each_problem_names_the_variable_it_comes_from() -> None:
     found = problems(TRAINING__WORKERS="two", SEED="", DATA__VOLUMES__1__LEVEL="2")
     assert sorted(line.removeprefix("environment variable VESUVIUS_") for line in found) == [
-        "DATA__VOLUMES__1__LEVEL: data.volumes has 1 entries, counted from 0; got index 1",
+        "DATA__VOLUMES__1__LEVEL: data.volumes has no entry 1; use 0 to 0",
         "SEED: the value is missing; write null for none, or '' for empty text",
         "TRAINING__WORKERS: training.workers: 'two' is not valid; use an integer of at least 0",
     ]
@@ -116,6 +116,6 @@ def test_a_process_takes_its_variables_out_of_the_environment_of_those_it_starts
     monkeypatch.setenv("VESUVIUS_RUNS", "elsewhere")
     caplog.set_level("INFO")
     assert take_config(PATH, ["training.lr=1"]).training.workers == 3
-    assert caplog.messages == ["keys are set by the environment: VESUVIUS_TRAINING__WORKERS"]
+    assert caplog.messages == ["config keys from the environment: VESUVIUS_TRAINING__WORKERS"]
     assert "VESUVIUS_TRAINING__WORKERS" not in os.environ
     assert os.environ["VESUVIUS_RUNS"] == "elsewhere"

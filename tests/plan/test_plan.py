@@ -229,7 +229,7 @@ def test_volumes_are_dealt_in_exact_proportion_to_any_weights(parts: list[float]
 def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list[int] | None) -> None:
     specs = tuple(VolumeConfig(path=f"v{n}", weight=weight) for n, weight in enumerate(weights))
     if right is None:
-        with pytest.raises(ConfigError, match=r"volumes\[1\]\.weight \S+ is too small next to the others"):
+        with pytest.raises(ConfigError, match=r"volumes\[1\]\.weight \S+ gives \S+ less than one region"):
             DataConfig(volumes=specs)
         return
     assert DataConfig(volumes=specs).volumes == specs

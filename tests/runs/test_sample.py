@@ -378,9 +378,12 @@ def test_existing_output_is_refused_and_replaced_only_if_it_holds_samples(
 
 REFUSALS = {
     ("--steps", "1001"): "sampler_steps must not exceed timesteps; got 1001 of 1000",
-    ("--steps", "many"): "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer",
-    ("--sampler", "euler"): "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'",
-    ("--guidance", "2"): "needs a model trained both with and without a condition",
+    (
+        "--steps",
+        "many",
+    ): "override diffusion.sampler_steps=many: diffusion.sampler_steps: 'many' is not valid; use an integer",
+    ("--sampler", "euler"): "'euler' is not valid; use one of ddim, ddpm, dpmpp2m, heun",
+    ("--guidance", "2"): "needs a model trained with and without a condition",
     ("--volume", "2"): "--volume 2 does not exist: the 2 training volumes",
     ("--batch-size", "4000000", "--count", "4000000"): "here --batch-size replaces training",
 }

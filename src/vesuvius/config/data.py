@@ -1,4 +1,4 @@
-"""`data.*`: volumes, patches, their order, and what is held out."""
+"""`data.*`: volumes, patches, their order, and the validation split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
 
-_SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions, from one volume
+_SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume
 
 
 class ArrayConfig(Section):
@@ -22,18 +22,18 @@ class ArrayConfig(Section):
     level: NonNegativeInt = Field(default=0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
     select: tuple[NonNegativeInt, ...] = Field(
         default=(),
-        description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
+        description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
     )
 
 
 class ForegroundConfig(Section):
-    """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
+    """Definition of foreground for volumes without a mask, used if `data.min_foreground` is above 0."""
 
     source: Literal["chunks", "level"] = Field(
         default="chunks",
         description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels",
     )
-    level: PositiveInt = Field(default=5, description="which level of the same pyramid, with source: level")
+    level: PositiveInt = Field(default=5, description="level of the same pyramid for source: level")
     threshold: float = Field(
         default=0.0, ge=0, description="grey value above which a voxel of that level is foreground"
     )
@@ -46,18 +46,18 @@ class VolumeConfig(ArrayConfig):
         default=1.0, gt=0, description="share of the regions drawn from this volume, relative to the others"
     )
     mask: ArrayConfig | None = Field(
-        default=None, description="volume whose nonzero voxels are foreground; placed as a condition is"
+        default=None, description="volume whose nonzero voxels are foreground; aligned as a condition is"
     )
     min_foreground: float | None = Field(
-        default=None, ge=0, le=1, description="data.min_foreground of this entry; null = that of all"
+        default=None, ge=0, le=1, description="data.min_foreground for this volume; null = the common value"
     )
     foreground: ForegroundConfig | None = Field(
-        default=None, description="data.foreground of this entry; null = that of all"
+        default=None, description="data.foreground for this volume; null = the common value"
     )
     condition: ArrayConfig | None = Field(
         default=None,
-        description="labels, a second scan or another level, cut at the same place as a second tensor; placed by OME "
-        "scale and translation (docs/volumes.md); patches are drawn where both exist",
+        description="labels, a second scan or another level, cut at the same position as a second tensor; aligned by "
+        "OME scale and translation (docs/volumes.md); patches come from where both exist",
     )
 
 
@@ -82,13 +82,13 @@ class NormalizeConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if (self.low is None) != (self.high is None):
-            yield "low and high go together: set both, or neither to have them estimated"
+            yield "only one of low and high is set; set both, or neither to have them estimated"
         if self.low is not None and self.high is not None and self.low >= self.high:
-            yield f"low must be below high; got low={self.low}, high={self.high}"
+            yield f"low {self.low} is not below high {self.high}; exchange or change them"
 
 
 class ValidationConfig(Section):
-    """The part of every volume that training never sees: a slab across one axis."""
+    """The held-out part of every volume: a slab across one axis."""
 
     fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
@@ -99,34 +99,33 @@ class ValidationConfig(Section):
 
 
 class StoreConfig(Section):
-    """How chunks are fetched, from disks and from remote stores."""
+    """Reading of chunks from disks and remote stores."""
 
     requests: PositiveInt = Field(default=16, description="requests in flight per reader on remote stores")
     outage_minutes: float = Field(
         default=60.0,
         ge=0,
-        description="how long reads are retried while the network, server or mount is away; then exit 6",
+        description="how long reads are retried while the network, server or mount is down; then exit 6",
     )
     timeout_s: float = Field(
-        default=30.0, gt=0, description="seconds without a byte after which a request counts as failed"
+        default=30.0, gt=0, description="seconds without data after which a request counts as failed"
     )
     anonymous: bool | None = Field(
         default=None,
-        description="true = send no credentials; false = always sign s3, gs and az; null = send those that are found",
+        description="true = send no credentials; false = always sign requests to s3, gs and az; null = use "
+        "credentials if found",
     )
     forbidden_is_absent: bool = Field(
         default=False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )
-    cache_dir: PathText | None = Field(
-        default=None, description="folder that keeps fetched chunk bytes; null = no cache"
-    )
+    cache_dir: PathText | None = Field(default=None, description="folder that caches fetched chunks; null = no cache")
     cache_gib: float = Field(
-        default=50.0, gt=0, description="limit on that folder, within 10 %, shared by all readers, GiB"
+        default=50.0, gt=0, description="size limit of the cache, shared by all readers, GiB (within 10 %)"
     )
 
 
 class DataConfig(Section):
-    """Where patches come from and in which order."""
+    """Source and order of the patches."""
 
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field(default=(72, 136, 136), description="voxels (z, y, x) of one training example")
@@ -137,20 +136,19 @@ class DataConfig(Section):
     )
     resident: Literal["auto"] | NonNegativeFloat = Field(
         default="auto",
-        description="keep the volumes decoded in memory from their first pass on, once for all ranks of a machine: "
-        "auto = where they fit and pay; a number = up to so many GiB; 0 = never",
+        description="keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit "
+        "and it pays; a number = up to so many GiB; 0 = never",
     )
     patches_per_region: PositiveInt | None = Field(
         default=None,
-        description="K, patches cut from each region read; null = 1 to 128, by the size of a region; 1 = a region of "
-        "its own for every patch",
+        description="K, patches cut from each region read; null = 1 to 128, by region size; 1 = one region per patch",
     )
     regions_in_flight: PositiveInt | None = Field(
         default=None,
-        description="M, regions that samples are mixed from, in the object store; null = 32, or 24 to 64 that fit",
+        description="M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit",
     )
     regions_per_task: PositiveInt | None = Field(
-        default=None, description="R, regions that a reader reads in one task; null = 1 to 8, of 128 MiB together"
+        default=None, description="R, regions read per task; null = 1 to 8, together 128 MiB"
     )
     region_size: SizeZYX | None = Field(
         default=None, description="voxels (z, y, x) read at once; null = from chunks and patch"
@@ -158,52 +156,52 @@ class DataConfig(Section):
     min_foreground: float = Field(
         default=0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
     )
-    foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="what is foreground")
+    foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="definition of foreground")
     missing_chunk: Literal["air", "error"] = Field(
-        default="air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
+        default="air", description="missing chunks are air (the fill value), or an error that ends the run with exit 6"
     )
     nan: Literal["air", "error"] | float = Field(
         default="air",
-        description="what NaN and infinity are read as: air = the fill value, or 0 where that is no number; a number; "
-        "error = damage",
+        description="value for NaN and infinity: air = the fill value (0 if that is not finite); a number; error = "
+        "treat as damage",
     )
     max_quarantined: NonNegativeInt = Field(
-        default=32, description="unreadable regions to replace with others; one more ends the run with exit 6"
+        default=32, description="unreadable regions that are replaced with others; one more ends the run with exit 6"
     )
-    store: StoreConfig = Field(default=StoreConfig(), description="how chunks are fetched")
+    store: StoreConfig = Field(default=StoreConfig(), description="reading of chunks")
     augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values to model values")
     condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values of the condition")
     condition_classes: PositiveInt | None = Field(
         default=None,
-        description="the condition holds labels of n classes, shown as n channels of 0 and 1; null = grey values",
+        description="the condition holds labels of n classes, encoded as n channels of 0 and 1; null = grey values",
     )
     condition_values: tuple[int, ...] | None = Field(
-        default=None, description="the stored label of each of the condition_classes, in order; null = 0 ... n-1"
+        default=None, description="stored label of each class, in order; null = 0 ... n-1"
     )
-    validation: ValidationConfig = Field(default=ValidationConfig(), description="what is held out")
+    validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out part")
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """The stored label of each class; None where conditions are grey values."""
+        """Stored label of each class; None for conditions of grey values."""
         return self.condition_values or (tuple(range(self.condition_classes)) if self.condition_classes else None)
 
     @property
     def condition_nan(self) -> Literal["air", "error"] | float:
-        """`nan` for conditions: a number that stands for a grey value is no label."""
+        """`nan` for conditions: a number is a grey value, not a label."""
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
     def min_foreground_of(self, volume: VolumeConfig) -> float:
-        """The minimum share of foreground in the patches of an entry of `volumes`."""
+        """Return the minimum share of foreground in the patches of a volume."""
         return self.min_foreground if volume.min_foreground is None else volume.min_foreground
 
     def with_patches_from_everywhere(self) -> Self:
-        """The same without a minimum of foreground, whose map takes a while to make.  Pure."""
+        """Return a copy without minimum foreground, whose map takes time to compute.  Pure."""
         volumes = tuple(volume.model_copy(update={"min_foreground": 0.0}) for volume in self.volumes)
         return self.model_copy(update={"volumes": volumes})
 
     def with_store(self, **changes: Any) -> Self:
-        """The same with other values of `store`, which are not checked.  Pure."""
+        """Return a copy with other, unvalidated values of `store`.  Pure."""
         return self.model_copy(update={"store": self.store.model_copy(update=changes)})
 
     def contradictions(self) -> Iterator[str]:
@@ -216,32 +214,31 @@ class DataConfig(Section):
         for number, volume in enumerate(self.volumes):
             if Fraction(volume.weight) / total < _SMALLEST_SHARE:
                 yield (
-                    f"volumes[{number}].weight {volume.weight:g} is too small next to the others: less than one region "
-                    f"in a billion would come from {volume.path}; raise it or remove the volume"
+                    f"volumes[{number}].weight {volume.weight:g} gives {volume.path} less than one region in a "
+                    "billion; raise it or remove the volume"
                 )
         paired = [volume.condition is not None for volume in self.volumes]
         masks = [volume.path for volume in self.volumes if volume.mask and not self.min_foreground_of(volume)]
         if masks:
             yield (
-                f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
-                "data.min_foreground, that of the volume, or remove the mask"
+                f"the mask of {masks[0]} has no effect with min_foreground 0; set data.min_foreground or that of the "
+                "volume, or remove the mask"
             )
         if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
             yield (
-                "condition_normalize is for conditions of grey values; got "
-                f"{self.condition_normalize.low:g} to {self.condition_normalize.high:g} and "
-                f"{'labels' if self.condition_classes else 'no condition'}; remove data.condition_normalize"
+                "condition_normalize needs a condition of grey values, but there "
+                f"{'are labels' if self.condition_classes else 'is none'}; remove data.condition_normalize"
             )
         values = self.condition_values
         if values is not None and (len(set(values)) != len(values) or len(values) != self.condition_classes):
             yield (
-                f"condition_values names a label for each class, each once; got {list(values)} and "
-                f"condition_classes={self.condition_classes}; set both to as many"
+                f"condition_values {list(values)} do not name condition_classes={self.condition_classes} distinct "
+                "labels; make them match"
             )
         if self.condition_classes and not any(paired):
             yield (
-                f"condition_classes says what the volumes' conditions hold; got {self.condition_classes} and no "
-                "condition; add data.volumes[].condition or remove data.condition_classes"
+                f"condition_classes is {self.condition_classes}, but no volume has a condition; add "
+                "data.volumes[].condition or remove data.condition_classes"
             )
         if any(paired) and not all(paired):
-            yield "either every volume has a condition or none; add data.volumes[].condition or remove it"
+            yield "only some volumes have a condition; give every one a data.volumes[].condition, or none"

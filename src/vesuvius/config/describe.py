@@ -1,4 +1,4 @@
-"""Names, types and values of config keys in words, for messages, dumps and docs/config.md.  Pure."""
+"""Config keys in words (names, types, values) for messages, dumps and docs/config.md.  Pure."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ TRAINED_WITH: dict[str, Any] = {
     "model.scalars": [],
     "model.skips": "concat",
 }
-"""Keys of earlier versions that a model depends on, with the value that this version trains with."""
+"""Removed keys that a model depends on, with the value that this version trains with."""
 WITHOUT_EFFECT = ("diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.sampler_quantile")
-"""Keys of its sections that no trained model depends on."""
+"""Removed keys that no trained model depends on."""
 
-# What a changed key means for a run that goes on, by the beginnings of keys.
+# Consequences of a changed key for a resumed run, by key prefix.
 
-# It becomes another experiment, whose weights would not fit or not mean the same; how samples are drawn may change.
+# Another experiment: its weights do not fit or mean something else.  Sampler settings may change.
 OTHER_EXPERIMENT = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
 DRAWS_SAMPLES = ("diffusion.sampler",)
-# Allowed, yet what is learned from each step is no longer the same; `resume.drift_effects` begins its lines so.
+# Allowed, but training changes; lines of `resume.drift_effects` begin with EFFECTS.
 EFFECTS = ("learning rate", "effective batch", "average of the weights")
 CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
-# What a step takes stays the same; pauses are left out of that.
+# Step time, without pauses, stays the same.
 SAME_SPEED = (
     "name", "monitor.", "training.max_", "training.lr", "training.warmup_steps", "training.epochs",
     "training.steps_per_epoch", "training.save_every", "training.keep_", "training.validate_", "training.preview_",
     "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", "diffusion.sampler",
 )  # fmt: skip
 
-_LONGEST_VALUE = 80  # characters of a received value that a message quotes
+_LONGEST_VALUE = 80  # characters of a quoted value
 _CORE_SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -64,20 +64,20 @@ _CORE_SCALARS = (
 
 
 def add_core_scalars(loader_or_dumper: type[BaseResolver]) -> None:
-    """Has the class tell null, booleans and numbers from text as the YAML 1.2 core schema does."""
+    """Make the class resolve null, booleans and numbers by the YAML 1.2 core schema."""
     for name, pattern, first in _CORE_SCALARS:
         loader_or_dumper.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern})\Z"), first)
 
 
 class _PortableDumper(yaml.SafeDumper):
-    """Quotes what either YAML 1.1 or 1.2 would take for something other than text, so that any tool reads it alike."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type, so that all tools read it alike."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if text.isprintable() else '"'  # the only style that keeps line breaks on one line
+    style = None if text.isprintable() else '"'  # the only style with line breaks on one line
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
@@ -86,7 +86,7 @@ _PortableDumper.add_representer(str, _represent_text)
 
 
 def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:
-    """Every key of the config (`data.volumes[].path`), sections before what they hold, with its JSON schema.  Pure."""
+    """Yield every key of the config (`data.volumes[].path`) with its JSON schema, sections first.  Pure."""
     for name, found in (_config_schema() if schema is None else schema)["properties"].items():
         key, key_schema = f"{prefix}{name}", _resolved(found)
         yield key, key_schema
@@ -97,7 +97,7 @@ def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tu
 
 
 def describe_type(schema: JsonSchema) -> str:
-    """What a key takes, in plain words: "an integer of at least 1 or null".  Pure."""
+    """Describe the values of a key: "an integer of at least 1 or null".  Pure."""
     schema = _resolved(schema)
     match schema:
         case {"anyOf": options}:
@@ -109,7 +109,7 @@ def describe_type(schema: JsonSchema) -> str:
         case {"prefixItems": items}:
             return f"a list of {len(items)} values, each {describe_type(items[0])}"
         case {"type": "array", "items": item}:
-            count = f" of at least {schema['minItems']}" if "minItems" in schema else ""
+            count = f" of at least {schema['minItems']} value" if "minItems" in schema else ""
             return f"a list{count}, each {describe_type(item)}"
     words = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
     words |= {"null": "null", "object": "a section with keys of its own"}
@@ -119,13 +119,13 @@ def describe_type(schema: JsonSchema) -> str:
 
 
 def to_yaml(value: object) -> str:
-    """A value on one line, as one would write it after a key.  Pure."""
-    # Inside a list because flow style quotes whatever could end the value early; the brackets are cut off again.
+    """Return a value as YAML on one line.  Pure."""
+    # Inside a list, flow style quotes text that could end the value early; the brackets are removed.
     return _dumped([value], default_flow_style=True).strip()[1:-1]
 
 
 def to_yaml_block(tree: Mapping[str, Any]) -> str:
-    """Sections as a file has them, a key a line.  Pure."""
+    """Return sections as YAML, one key per line.  Pure."""
     return _dumped(tree, default_flow_style=False)
 
 
@@ -136,7 +136,7 @@ def _dumped(value: object, default_flow_style: bool) -> str:
 
 
 def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
-    """Where one of pydantic's errors is, and what is wrong there; None for what another error says.  Pure."""
+    """Return path and message of a pydantic error; None if another error covers it.  Pure."""
     path, value = error["loc"], error["input"]
     match error["type"]:
         case "missing" if isinstance(path[-1], str):
@@ -148,14 +148,14 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
         case "value_error":
             return path, str(error["ctx"]["error"])
         case "too_short" if len(value) >= error["ctx"]["min_length"]:
-            return None  # pydantic counts only the good entries; the bad ones have errors of their own
-    if not (schema := schema_at(path)):  # a choice of several types: pydantic has an error for each, one level below
+            return None  # pydantic counts only valid entries; the others have their own errors
+    if not (schema := schema_at(path)):  # a union: pydantic reports one error per type, one level below
         path, schema = path[:-1], schema_at(path[:-1])
     return path, f"{show(value)} is not valid; use {describe_type(schema)}"
 
 
 def _suggest(path: KeyPath) -> str:
-    """The known key that an unknown one was probably meant to be, by its full name if it lives elsewhere.  Pure."""
+    """Suggest the known key that is most similar, by its full name if it is in another section.  Pure."""
     section, wanted = dotted(path[:-1], index="[]"), str(path[-1])
     homes: dict[str, str] = {}
     for known, _ in iter_keys():
@@ -176,7 +176,7 @@ def _config_schema() -> JsonSchema:
 
 
 def _resolved(schema: JsonSchema) -> JsonSchema:
-    """The schema with its reference, if it is one, filled in."""
+    """Resolve the reference of a schema, if it has one."""
     if "$ref" not in schema:
         return schema
     target: JsonSchema = _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
@@ -184,13 +184,13 @@ def _resolved(schema: JsonSchema) -> JsonSchema:
 
 
 def _not_null(schema: JsonSchema) -> JsonSchema:
-    """What a key that may be null takes otherwise."""
+    """Return the schema without null, for a key that may be null."""
     options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
     return options[0] if len(options) == 1 else schema
 
 
 def schema_at(path: KeyPath) -> JsonSchema:
-    """The schema of a key; empty for one that does not exist."""
+    """Return the schema of a key; empty if it does not exist."""
     schema = _config_schema()
     for step in path:
         schema = _resolved(_not_null(schema))
@@ -202,20 +202,20 @@ def schema_at(path: KeyPath) -> JsonSchema:
 
 
 def dotted(path: KeyPath, index: str | None = None) -> str:
-    """`data.volumes.0.path`, as in overrides, or with `index` in place of numbers: `data.volumes[].path`."""
+    """Return `data.volumes.0.path`, or with `index` in place of numbers `data.volumes[].path`."""
     if index is None:
         return ".".join(map(str, path)) or "the top level"
     return "".join(index if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
 def show(value: object) -> str:
-    """A received value for a message, as it would stand in the file, text always in quotes."""
+    """Return a value for a message as YAML, text in quotes, shortened if long."""
     shown = repr(value) if isinstance(value, str) else to_yaml(value)
     return shown if len(shown) <= _LONGEST_VALUE else shown[: _LONGEST_VALUE - 3] + "..."
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, as in overrides."""
+    """Return values by dotted key, as in overrides."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}

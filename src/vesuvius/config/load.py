@@ -3,7 +3,7 @@
     text -> plain values (`yaml_source.py`), over those of the file that it extends -> variables -> overrides
          -> pydantic -> `Config`, or one `ConfigError` with one line per problem
 
-Files and lines of wrong values are looked up once something is wrong.  Functions that take a path read files.
+Files and lines are looked up only for wrong values.  Functions with a path read files.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_MOST_PROBLEMS = 20  # that are printed
-_PREFIX = "VESUVIUS_"  # of variables; two underscores stand for a dot, a number for an item of a list
+_MOST_PROBLEMS = 20  # printed
+_PREFIX = "VESUVIUS_"  # of variables; `__` stands for a dot, a number for a list item
 _NO_KEYS = ("VESUVIUS_RUNS", "VESUVIUS_HTTP_HEADERS")  # read by `runlog/find_run.py`, `volumes/store/credentials.py`
 _OF_SERVICES = "_SERVICE_HOST"
 
-_Layers = dict[str, str]  # the texts by file: the one that is read, then those that it extends
+_Layers = dict[str, str]  # texts by file: the config itself, then those that it extends
 _NONE: Mapping[str, str] = {}
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NONE) -> Config:
-    """Reads a YAML file and those it extends, applies what else is set, and validates.
+    """Read a YAML file and those it extends, apply variables and overrides, and validate.
 
     Args:
         overrides: `training.lr=1e-4`, applied last, in order.
@@ -58,36 +58,37 @@ def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[
 
 
 def take_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """`read_config` of this process's environment, whose variables are taken out of it.  Raises ConfigError."""
+    """Like `read_config` with this process's environment, from which its variables are removed.  Raises ConfigError."""
     return read_config(path, overrides, take_variables())
 
 
 def take_variables() -> dict[str, str]:
-    """Take the variables that set keys out of the environment, and log their names.
+    """Remove the variables that set config keys from the environment, and log their names.
 
-    Processes that this one starts (readers, ranks, trainers of a tune or bench) get the config itself: they must not
-    apply the variables a second time.
+    Child processes (readers, ranks, trial trainers) get the config itself and must not apply the variables again.
     """
     taken = variables(os.environ)
     for name in taken:
         del os.environ[name]
     if taken:
-        log.info("keys are set by the environment: %s", ", ".join(taken))  # no values: they may be secret
+        log.info("config keys from the environment: %s", ", ".join(taken))  # values may be secret
     return taken
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """As `read_config`, from a text that extends no file; messages call it `source`.  Pure; raises ConfigError."""
+    """Like `read_config`, from text that extends no file; `source` names it in messages.  Raises ConfigError."""
     tree = _tree_of(text, source)
     if "extends" in tree:
-        raise ConfigError(f"{_place(('extends',), {source: text})}: extends: only a file on disk can extend another")
+        raise ConfigError(
+            f"{_place(('extends',), {source: text})}: extends: only a file on disk can extend another; remove it"
+        )
     return _validated(tree, {source: text}, overrides)
 
 
 def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """As `parse_config`, from an earlier `config.model_dump(mode="json")`, which may lack keys that came later.
+    """Like `parse_config`, from a stored `config.model_dump(mode="json")`, also of an earlier version.
 
-    Keys that this version does not have are passed over and named in the log, unless what was trained depends on them.
+    Unknown keys are ignored and logged, unless the trained model depends on them.
     """
     tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source, is_stored=True)
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
@@ -98,12 +99,12 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
                 "vesuvius that trained it"
             )
     if unknown:
-        log.info("%s: keys of another version are passed over: %s", source, ", ".join(unknown))
+        log.info("%s: ignored keys of another version: %s", source, ", ".join(unknown))
     return parse_config(to_yaml(tree), overrides, source)
 
 
 def _without_unknown(tree: dict[str, Any], known: set[str], within: str = "") -> dict[str, Any]:
-    """Take sections and keys that do not exist out of a tree; returns them by their keys."""
+    """Remove unknown sections and keys from a tree; returns their values by key."""
     taken: dict[str, Any] = {}
     for name in list(tree):
         key = within + name
@@ -115,10 +116,7 @@ def _without_unknown(tree: dict[str, Any], known: set[str], within: str = "") ->
 
 
 def read_source(path: Path) -> bytes:
-    """The file as it is; where it extends others, all of them merged into one text that needs no other file.
-
-    Raises ConfigError.
-    """
+    """Return the file as it is, or merged with the files that it extends.  Raises ConfigError."""
     tree, layers = _read_layers(path)
     if len(layers) == 1:
         return path.read_bytes()
@@ -129,13 +127,13 @@ def read_source(path: Path) -> bytes:
 
 
 def dump_config(config: Config, with_meanings: bool = False) -> str:
-    """The whole config, defaults included, as YAML that reads back equal; comments say what the keys mean.  Pure."""
+    """Return the full config, with defaults, as YAML that reads back equal; comments explain the keys.  Pure."""
     meanings = {key: schema["description"] for key, schema in iter_keys()} if with_meanings else {}
     return "\n".join(_lines(config.model_dump(mode="json"), meanings)) + "\n"
 
 
 def dump_set_keys(config: Config, comments: Mapping[str, str]) -> str:
-    """The keys that were set when the config was made, each with its comment (`data.volumes[].path`).  Pure."""
+    """Return the keys set explicitly as YAML, with comments by key (`data.volumes[].path`).  Pure."""
     return "\n".join(_lines(config.model_dump(mode="json", exclude_unset=True), comments)) + "\n"
 
 
@@ -162,9 +160,9 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are meant for the config, sections before what they hold.  Pure.
+    """Return the variables that set config keys, sections first.  Pure.
 
-    Those that Kubernetes puts into each pod of a namespace with a Service called `vesuvius` or `vesuvius-...` are not.
+    Excludes those that Kubernetes adds for Services named `vesuvius` or `vesuvius-...`.
     """
     services = [name.removesuffix(_OF_SERVICES) for name in environment if name.endswith(_OF_SERVICES)]
     foreign = tuple(f"{service}{part}" for service in services for part in ("_SERVICE_", "_PORT"))
@@ -176,20 +174,20 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tree_of(text: str, source: str) -> dict[str, Any]:
-    """The values of one file; raises ConfigError where it is not YAML or has no keys at the top."""
+    """Return the values of one file; raises ConfigError if it is not YAML or has no keys at the top level."""
     tree = read_yaml(text, source)
     if tree is None:
-        raise ConfigError(f"{source}: the file is empty; it needs at least name and data.volumes")
+        raise ConfigError(f"{source}: the file is empty; set at least name and data.volumes")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: the file must hold keys and values, such as `name: demo`, at the top level")
+        raise ConfigError(f"{source}: no keys at the top level; write keys and values such as `name: demo`")
     return tree
 
 
 def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
-    """The values of a file, over those of the files that it extends.  Raises ConfigError."""
+    """Return the values of a file merged over those of the files that it extends.  Raises ConfigError."""
     tree: dict[str, Any] = {}
     layers: _Layers = {}
-    chain, here = [path], ""  # the files that lead to the last one, and the line that names it
+    chain, here = [path], ""  # files up to the last one, and the line that names it
     while True:
         try:
             text = path.read_bytes().decode("utf-8")
@@ -197,23 +195,23 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
             raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config") from None
         except UnicodeDecodeError as error:
             line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-            raise ConfigError(f"{path}:{line}: must be UTF-8 text; got byte 0x{byte:02x}") from None
+            raise ConfigError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
         found, layers[str(path)] = _tree_of(text, str(path)), text
         if "extends" not in found:
             return _merged(tree, found), layers
         name, here = found.pop("extends"), f"{_place(('extends',), {str(path): text})}: extends: "
         tree = _merged(tree, found)
         if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError(f"{here}must be the path of a YAML config, from this file's folder; got {show(name)}")
+            raise ConfigError(f"{here}{show(name)} is not the path of a YAML config, relative to this file")
         path = path.parent / os.path.expanduser(name)
         chain.append(path)
         if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
             circle = " -> ".join(map(str, chain))
-            raise ConfigError(f"{here}files must not extend each other in a circle; got {circle}; remove one")
+            raise ConfigError(f"{here}files extend each other in a circle ({circle}); remove one")
 
 
 def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
-    """The values of both, section by section; of other values and lists those above."""
+    """Merge two trees section by section; other values and lists come from `above`."""
     merged = above | {key: value for key, value in below.items() if key not in above}
     for key in above.keys() & below.keys():
         if isinstance(above[key], dict) and isinstance(below[key], dict):
@@ -224,7 +222,7 @@ def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 def _validated(
     tree: dict[str, Any], layers: _Layers, overrides: Sequence[str], environment: Mapping[str, str] = _NONE
 ) -> Config:
-    settings: list[tuple[str, KeyPath]] = []  # each variable or override, and what it sets
+    settings: list[tuple[str, KeyPath]] = []  # variable or override, and the path it sets
     problems: list[str] = []
     given = [
         (f"environment variable {name}", name.removeprefix(_PREFIX).lower().replace("__", "."), value)
@@ -239,7 +237,7 @@ def _validated(
         except ConfigError as error:
             problems.append(f"{label}: {str(error).removeprefix(f'{label}: ')}")
     try:
-        # As JSON: in strict mode pydantic then takes a list for a tuple, and still converts nothing else.
+        # As JSON: strict mode then accepts lists for tuples, and still converts nothing else.
         config = Config.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         found = dict(filter(None, map(explain, error.errors()[: 50 * _MOST_PROBLEMS])))
@@ -253,9 +251,9 @@ def _validated(
 
 
 def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
-    """The last setting of a value, or within it, else its file and line.
+    """Return the last variable or override that set a value or a part of it, otherwise its file and line.
 
-    Keys of a section that contradict each other are named in the text.
+    Messages about contradicting keys name the keys, which selects the setting.
     """
     named = set(re.findall(r"\w+", text)) if not path or "properties" in schema_at(path) else None
     for label, key in reversed(settings):
@@ -266,28 +264,28 @@ def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[
 
 
 def _place(path: KeyPath, layers: _Layers) -> str:
-    """`x.yaml:3`: the file that has a value, or the section around it, and its line."""
+    """Return file and line of a value, or of the section around it: `x.yaml:3`."""
     found, place = 0, next(iter(layers))
     for file, text in layers.items():
         lines = key_lines(text)
         depth = max(n for n in range(len(path) + 1) if path[:n] in lines)
         if depth > found:
             found, place = depth, f"{file}:{lines[path[:depth]]}"
-        if any(isinstance(step, int) for step in path[:depth]):  # lists are not merged with those of other files
+        if any(isinstance(step, int) for step in path[:depth]):  # lists are not merged across files
             break
     return place
 
 
 def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
-    """Sets what a variable or override names, with sections that are missing on the way, and returns its path.
+    """Set the key of a variable or override, creating missing sections, and return its path.
 
-    Raises ConfigError before a change.
+    Raises ConfigError before any change.
     """
     parts: tuple[str, ...] = ()
     for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
         parts += (current_name(dotted((*parts, part.strip())), part.strip()),)
     if not all(parts) or not key.isprintable():
-        raise ConfigError("an override must look like key.path=value, such as training.lr=1e-4")
+        raise ConfigError("not an override; write key.path=value, such as training.lr=1e-4")
     value = read_yaml(text, label, parts, has_lines=False)
     if value is None and not text.strip():
         raise ConfigError("the value is missing; write null for none, or '' for empty text")
@@ -296,11 +294,11 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
     for part in parts:
         holder, path = holders[-1], dotted(tuple(steps))
         if isinstance(holder, list) and part not in map(str, range(len(holder))):
-            raise ConfigError(f"{path} has {len(holder)} entries, counted from 0; got index {part}")
+            raise ConfigError(f"{path} has no entry {part}; use 0 to {len(holder) - 1}")
         if isinstance(holder, dict) and part.isdecimal():
-            raise ConfigError(f"{path} is not a list in the file; got index {part}; give the whole list")
+            raise ConfigError(f"{path} is not a list in the file and has no entry {part}; set the full list")
         if not isinstance(holder, dict | list):
-            raise ConfigError(f"{path} is a plain value and has no key {part}; got {show(holder)}")
+            raise ConfigError(f"{path} is {show(holder)} and has no key {part}")
         steps.append(int(part) if isinstance(holder, list) else part)
         holders.append(holder[int(part)] if isinstance(holder, list) else holder.get(part, {}))
     for holder, step, held in zip(holders[:-1], steps, [*holders[1:-1], value], strict=True):

@@ -1,4 +1,4 @@
-"""What all sections of the config share: strictness, and the types of their fields."""
+"""Base class of all config sections, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _check_positive(sizes: Triple) -> Triple:
 
 
 def expand_path(path: str) -> str:
-    """A path without `~`, and the folder that a file:// address stands for; of that `#` and `?` are no parts."""
+    """Expand `~`, and turn a file:// address into a path (`#` and `?` are ordinary characters)."""
     if path.startswith("file://"):
         return unquote("/" + path.removeprefix("file://").partition("/")[2])
-    return os.path.expanduser(path)  # leaves ~name where there is no such user; a path of pathlib's raises
+    return os.path.expanduser(path)  # pathlib raises for an unknown ~name
 
 
 PathText = Annotated[str, AfterValidator(expand_path)]
@@ -34,10 +34,10 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversion of types.
+    """Base of all sections: immutable, no unknown keys, no silent type conversion.
 
     Raises:
-        ConfigError: made in Python from a wrong value; `model_validate` raises pydantic's own error.
+        ConfigError: constructed in Python with a wrong value (`model_validate` raises pydantic's own error).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -49,7 +49,7 @@ class Section(BaseModel):
             found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ConfigError(f"{type(self).__name__} is not valid: {'; '.join(found)}") from None
 
-    # As pydantic marks its own: sections within sections are made without it, which keeps the path to a wrong value.
+    # As pydantic marks its own: nested sections bypass it, which keeps the path to a wrong value.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
@@ -59,5 +59,5 @@ class Section(BaseModel):
         return self
 
     def contradictions(self) -> Iterator[str]:
-        """Rules between the keys of the section that their values break: rule, value, remedy.  Pure."""
+        """Yield a message for each rule between keys that the values break.  Pure."""
         return iter(())

@@ -1,4 +1,4 @@
-"""`model.*`, `training.*` and `diffusion.*`: the network, the loop that trains it, and the noise it learns from."""
+"""`model.*`, `training.*` and `diffusion.*`: the network, the training loop and the noise."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Secti
 
 
 class ModelConfig(Section):
-    """The 3D U-Net, from tiny to the recipe."""
+    """The 3D U-Net."""
 
     channels: tuple[PositiveInt, ...] = Field(
-        (128, 256, 512), min_length=1, description="channels of each level, finest first"
+        (128, 256, 512), min_length=1, description="channels per level, finest first"
     )
     strides: tuple[SizeZYX, ...] | None = Field(
         None,
-        description="downsampling factors (z, y, x), an entry from each level to the next; null = [2, 2, 2] throughout",
+        description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each",
     )
-    blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; one more in the decoder")
+    blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
     stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
     full_res_channels: NonNegativeInt = Field(
         64, description="channels of the full-resolution block at each end; 0 = none"
     )
-    attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
+    attention_heads: NonNegativeInt = Field(8, description="self-attention heads at the coarsest level; 0 = none")
 
     @property
     def level_strides_zyx(self) -> tuple[Triple, ...]:
@@ -35,12 +35,12 @@ class ModelConfig(Section):
 
     @property
     def divisor_zyx(self) -> Triple:
-        """What each patch size must be a multiple of, so that every level divides evenly."""
+        """Sizes that the patch size must be a multiple of, so that every level divides evenly."""
         z, y, x = (math.prod(factors) for factors in zip(self.stem_stride, *self.level_strides_zyx, strict=True))
         return z, y, x
 
     def size_problem(self, size_zyx: Triple) -> str | None:
-        """Why a patch of this size does not fit, with the nearest sizes that do; None where it fits."""
+        """Return a message with the nearest valid sizes if a patch size does not fit; None if it does."""
         divisor = self.divisor_zyx
         if not any(size % d for size, d in zip(size_zyx, divisor, strict=True)):
             return None
@@ -50,30 +50,30 @@ class ModelConfig(Section):
         thin = [axis for axis, size, d in zip("zyx", size_zyx, divisor, strict=True) if size < d]
         keep = f"; or set model.stem_stride and model.strides to 1 along {', '.join(thin)}" if thin else ""
         return (
-            f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride times model.strides); "
-            f"got {list(size_zyx)}; nearest that fit: {nearest}{keep}"
+            f"data.patch_size {list(size_zyx)} is not a multiple of {list(divisor)} (model.stem_stride times "
+            f"model.strides); the nearest valid sizes are {nearest}{keep}"
         )
 
     def contradictions(self) -> Iterator[str]:
         if self.strides is not None and len(self.strides) != len(self.channels) - 1:
             yield (
-                f"strides must have one entry fewer than channels; got {len(self.strides)} for {len(self.channels)} "
-                "levels; change model.strides"
+                f"model.strides has length {len(self.strides)} for {len(self.channels)} levels of model.channels; it "
+                "needs one fewer than channels"
             )
         if self.attention_heads and self.channels[-1] % self.attention_heads:
             yield (
-                f"the last of channels must be a multiple of attention_heads; got {self.channels[-1]} and "
+                f"the last entry of channels, {self.channels[-1]}, is not a multiple of attention_heads "
                 f"{self.attention_heads}; change model.attention_heads"
             )
 
 
 class TrainingConfig(Section):
-    """The loop: batch, readers, optimizer, checkpoints."""
+    """The training loop: batch, readers, optimizer, checkpoints."""
 
     train_batch_size: PositiveInt | Literal["auto"] = Field(
         1,
-        description="patches per micro-batch: what the GPU holds at once; auto = of the accumulate_steps patches of a "
-        "step as many as the memory plan fits, and fewer after an out-of-memory",
+        description="patches per micro-batch, on the GPU at once; auto = as many of the accumulate_steps patches as "
+        "fit into memory by plan, and fewer after an out-of-memory error",
     )
     accumulate_steps: PositiveInt = Field(
         1,
@@ -82,14 +82,20 @@ class TrainingConfig(Section):
     )
     ranks: PositiveInt | Literal["auto"] = Field(
         1,
-        description="trainer processes, one GPU each; auto = one for each GPU of this machine, or as torchrun started",
+        description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun",
     )
-    workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
-    prefetch_factor: PositiveInt = Field(2, description="batches prepared ahead, per worker; costs trainer memory")
-    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps in an epoch; bookkeeping only")
-    epochs: PositiveInt = Field(1, description="epochs x steps_per_epoch = length of the run and of the LR schedule")
-    max_steps: PositiveInt | None = Field(None, description="stop after this many steps; the LR horizon stays")
-    max_hours: float | None = Field(None, gt=0, description="stop, save and exit 75 after so many hours of a session")
+    workers: NonNegativeInt = Field(
+        2, description="Ray reader processes per rank; 0 = read in the trainer, without Ray"
+    )
+    prefetch_factor: PositiveInt = Field(2, description="batches prefetched per worker, in trainer memory")
+    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps per epoch (bookkeeping only)")
+    epochs: PositiveInt = Field(
+        1, description="epochs x steps_per_epoch = length of the run and of the learning-rate schedule"
+    )
+    max_steps: PositiveInt | None = Field(
+        None, description="stop after this many steps; the learning-rate schedule keeps its length"
+    )
+    max_hours: float | None = Field(None, gt=0, description="save and exit 75 after this many hours of a session")
     amp: Literal["auto", "off", "bf16", "fp16"] = Field(
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
@@ -97,46 +103,48 @@ class TrainingConfig(Section):
         "auto", description="weights and activations in channels_last_3d memory order; auto = on a GPU in 16 bits"
     )
     recompute_norm: bool = Field(
-        True, description="recompute norms and SiLU in the backward pass instead of keeping them: same numbers"
+        True, description="recompute norms and SiLU in the backward pass instead of storing them; same results"
     )
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
         (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="torch.compile the network's blocks: a slow first step, faster ones after; auto = on a GPU, unless "
-        "deterministic",
+        description="torch.compile the network's blocks: slow first step, faster steps after it; auto = on a GPU, "
+        "unless deterministic",
     )
-    cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
-    deterministic: bool = Field(False, description="bit-reproducible kernels: a resume is exact on a GPU too; slower")
+    cudnn_benchmark: bool = Field(True, description="let cuDNN choose its kernels by timing them once")
+    deterministic: bool = Field(False, description="bit-reproducible kernels: exact resume on a GPU too; slower")
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon = kernels step by orthogonalized momentum (less memory), all else by AdamW"
+        "adamw", description="muon = orthogonalized momentum for kernels (less memory), AdamW for all else"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate of both optimizers")
     lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
-        "cosine", description="learning rate after warm-up, in optimizer steps; cosine ends at 0 with the last epoch"
+        "cosine", description="learning rate after the warm-up; cosine reaches 0 at the end of the last epoch"
     )
     warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, on weights of two and more axes")
-    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; larger gradients are scaled down to it")
-    ema_decay: float = Field(0.9999, ge=0, lt=1, description="decay of the weight average, warmed up as (1+n)/(10+n)")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, for weights with two or more axes")
+    clip_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
+    ema_decay: float = Field(0.9999, ge=0, lt=1, description="decay of the averaged weights, warmed up as (1+n)/(10+n)")
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        (), description="further EMA decays, validated and saved beside the first"
+        (), description="further EMA decays, validated and saved as well"
     )
     init_from: PathText | None = Field(
-        None, description="run, checkpoint or .safetensors file whose averaged weights a new run starts from"
+        None, description="run, checkpoint or .safetensors file whose averaged weights initialize a new run"
     )
-    save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")
-    keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted once a new one is complete")
+    save_every: PositiveInt = Field(
+        500, description="optimizer steps between checkpoints; the last step is always saved"
+    )
+    keep_last: PositiveInt = Field(3, description="newest checkpoints to keep; older ones are deleted")
     keep_every: PositiveInt | None = Field(
         None, description="checkpoints at multiples of this step are never deleted; null = none"
     )
     validate_every: NonNegativeInt = Field(
-        1000, description="optimizer steps between validations on held-out patches, and one at the horizon; 0 = none"
+        1000, description="optimizer steps between validations on held-out patches, and at the end; 0 = none"
     )
-    validate_patches: PositiveInt = Field(16, description="held-out patches of a validation, each at 8 noise levels")
+    validate_patches: PositiveInt = Field(16, description="held-out patches per validation, each at 8 noise levels")
     preview_every: NonNegativeInt = Field(
-        0, description="steps between sample pictures; one more after 90 s and at the horizon; 0 = none"
+        0, description="steps between sample pictures, plus one after 90 s and one at the end; 0 = none"
     )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
     autotune: Literal["off", "act"] = Field(
@@ -148,13 +156,13 @@ class TrainingConfig(Section):
 
     @property
     def micro_batch(self) -> int:
-        """Patches per micro-batch; 1 as long as `fit_micro_batch` has not put a number in the place of auto."""
+        """Patches per micro-batch; 1 until `fit_micro_batch` replaces auto."""
         return 1 if self.train_batch_size == "auto" else self.train_batch_size
 
     def contradictions(self) -> Iterator[str]:
         decays = (self.ema_decay, *self.extra_ema_decays)
         if len(set(decays)) < len(decays):
-            yield (f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays")
+            yield f"EMA decays {list(decays)} contain a value twice; change training.extra_ema_decays"
 
 
 Prediction = Literal["v", "eps", "x_0", "flow"]
@@ -187,7 +195,7 @@ class DiffusionConfig(Section):
         description="cap on the loss weight by signal-to-noise ratio; null = none; spectral noise has its own weights",
     )
     condition_dropout: float = Field(
-        0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
+        0.1, ge=0, lt=1, description="share of samples trained without their condition, needed for guidance; 0 = none"
     )
     sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
@@ -195,9 +203,13 @@ class DiffusionConfig(Section):
         description="steps per generated sample; heun evaluates the network twice in all but the last; ddim and "
         "ddpm need 40 or more",
     )
-    sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
+    sampler_clip: float | None = Field(
+        None, gt=0, description="limit of |x_0| in each step, in model values; null = none"
+    )
     sampler_guidance: float = Field(
-        1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
+        1.0,
+        ge=0,
+        description="classifier-free guidance: 1 = plain condition, more = stronger, 0 = ignore the condition",
     )
     sampler_correction: float = Field(
         1.0,
@@ -209,13 +221,12 @@ class DiffusionConfig(Section):
     def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:
             yield (
-                f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
-                "lower diffusion.sampler_steps"
+                f"sampler_steps {self.sampler_steps} exceed timesteps {self.timesteps}; lower diffusion.sampler_steps"
             )
         if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
             yield (
-                f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
-                "diffusion.sigma_max or set it to null"
+                f"sigma_max {self.sigma_max:g} is not above sigma_min {self.sigma_min:g}; raise diffusion.sigma_max or "
+                "set it to null"
             )
         if self.noise == "spectral" and self.prediction != "v":
             yield (

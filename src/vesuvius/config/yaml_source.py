@@ -1,4 +1,4 @@
-"""YAML text -> plain values; and the line of a key, once something is found to be wrong with it.  Pure.
+"""YAML text -> plain values, and the line of each key for error messages.  Pure.
 
 Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010` is ten, there are no dates.
 """
@@ -18,12 +18,12 @@ from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_MOST_VALUES = 20_000  # ten lines of nested aliases can stand for billions
+_MOST_VALUES = 20_000  # nested YAML aliases can expand to billions
 _LONGEST_NUMBER = 1000  # digits
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Composes nodes whose plain scalars carry the tags of YAML 1.2."""
+    """Composes nodes whose plain scalars have YAML 1.2 tags."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's YAML 1.1 table, filled below
 
@@ -48,13 +48,13 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
         count += 1
         line = node.start_mark.line
         if count > _MOST_VALUES:
-            raise refused(line, f"more than {_MOST_VALUES} values; write out what aliases repeat, or less of it")
+            raise refused(line, f"more than {_MOST_VALUES} values; use fewer YAML aliases")
         match node:
             case yaml.MappingNode(tag="tag:yaml.org,2002:map"):
                 found: dict[str, Any] = {}
                 for key, value in node.value:
                     if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                        raise refused(key.start_mark.line, "a key must be plain text on one line")
+                        raise refused(key.start_mark.line, "invalid key; use plain text on one line")
                     inner = (*path, current_name(dotted((*path, key.value)), key.value, is_stored))
                     if inner[-1] in found:
                         raise refused(key.start_mark.line, f"{dotted(inner)}: the key is set twice; remove one")
@@ -66,7 +66,9 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
                 with suppress(ValueError):  # reported below, as for other kinds of nodes
                     value = _scalar(node)
                     return current_name(f"{dotted(path)}={value}", value, is_stored)
-        raise refused(line, f"{dotted(path)}: cannot be read as {node.tag.rpartition(':')[2]}; write a plain value")
+        raise refused(
+            line, f"{dotted(path)}: cannot read the value as {node.tag.rpartition(':')[2]}; write a plain value"
+        )
 
     line = 0
     try:
@@ -80,12 +82,12 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
             line = mark.line
         what = f"{error.context}, {error.problem}" if error.context else f"{error.problem}"
     except RecursionError:
-        what = "nested too deeply, or an alias names its own parent"
+        what = "nested too deeply, or an alias refers to its own parent"
     raise refused(line, f"not valid YAML: {what}")
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line of each key and item of a text that has been read, counted from 1; 0 for the whole."""
+    """Return the line of each key and item, counted from 1; 0 for the root."""
     found: dict[KeyPath, int] = {}
 
     def walk(node: yaml.Node, path: KeyPath, line: int) -> None:
@@ -118,7 +120,8 @@ def _log_rename(old: str, new: str) -> None:
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """The value of a tagged scalar; raises ValueError for text that its tag does not fit, or an unknown tag."""
+    """Return the value of a tagged scalar; raises ValueError if the text does not fit the tag, or the tag is "
+    "unknown."""
     text: str = node.value
     match node.tag.removeprefix("tag:yaml.org,2002:"):
         case "null":
@@ -130,6 +133,6 @@ def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         case "str":
-            text.encode()  # refuses half of a surrogate pair, which "\\ud800" would make and JSON cannot carry
+            text.encode()  # refuses lone surrogates ("\\ud800"), which JSON cannot represent
             return text
     raise ValueError(node.tag)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from vesuvius.config import Config
-from vesuvius.config.experiment import without_listeners
+from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
@@ -83,7 +83,7 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
         else:
             ranks.reduce_min(device_memory_bytes(request.config, choose_device(ranks.local_rank)))
             config, checked = _begin_other_rank(ranks)
-            request = replace(request, config=without_listeners(config), make_tuner=None)
+            request = replace(request, config=quiet(config), make_tuner=None)
         if isinstance(checked, int):  # an exit code: nothing to train
             return checked
         return _train_session(request, of_rank(checked, ranks.rank, ranks.world), stop, ranks)

@@ -219,7 +219,7 @@ def test_indivisible_size_is_refused_with_the_sizes(config: ModelConfig, axis: i
     with torch.device("meta"):
         model = UNet(config)
         with pytest.raises(
-            ConfigError, match=r"patch_size must be a multiple of .*; got .*; nearest that fit: .* and "
+            ConfigError, match=r"patch_size .* is not a multiple of .*; the nearest valid sizes are .* and "
         ):
             model(torch.empty(1, 1, *size), torch.zeros(1, dtype=torch.int64))
 
