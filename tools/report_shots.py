@@ -1,11 +1,13 @@
 """Renders pages of `vesuvius` with a headless Chromium: on a phone, in dark mode, on paper, without a network.
 
     python tools/report_shots.py runs/demo/reports/*/report.html --out shots
-    python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1420
+    PYTHONPATH=. python tools/example_pages.py pages
+    python tools/report_shots.py pages/{report,tune,bench,profile,evaluation}.html --docs docs
 
-Writes NAME-phone.png (390 pixels wide), NAME-dark.png and NAME.pdf of each page, and reports problems: it scrolls
-sideways, requests anything from outside, or has a picture that cannot be decoded; then the exit code is 1.  Needs
-`chromium` (apt-get install chromium), `chromium-browser` or `google-chrome`, and no Python packages.
+`--out` writes NAME-phone.png (400 pixels wide), NAME-light.png, NAME-dark.png and NAME.pdf of each page, and reports
+problems: it scrolls sideways, requests anything from outside, or has a picture that cannot be decoded; then the exit
+code is 1.  `--docs` writes NAME.png of the first screen, in 64 colours.  Needs `chromium` (apt-get install chromium),
+`chromium-browser` or `google-chrome`.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
-WIDTHS = (390, 1280)
-# A frame as wide as a phone: a window cannot be narrower than 500 pixels.  The page tells its frame what it measures.
+PHONE, DESKTOP = 400, 1280
+_SCREEN = 800
+# A frame as wide as a phone: a window cannot be narrower than 500 pixels.  The page reports its measurements to it.
 _FRAME = """<!DOCTYPE html><meta name="color-scheme" content="light dark">
 <style>body{{margin:0}}iframe{{border:0}}</style>
 <iframe src="{page}" width="{width}" height="{height}"></iframe><pre id="found"></pre>
@@ -35,55 +37,48 @@ parent.postMessage(JSON.stringify({
     .map(e => e.tagName),
   asked: performance.getEntriesByType("resource").map(e => e.name).filter(name => !name.startsWith("data:")),
   broken: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt),
-  pictures: document.images.length, height: page.scrollHeight}), "*"); });</script>"""
-
-
-_ONLY = """<script>addEventListener("load", () => {{
-const pieces = [...document.querySelectorAll("figure, main > :not(.charts)")];
-const kept = pieces.filter(e => {texts}.some(text => e.textContent.includes(text)));
-for (const e of pieces) if (!kept.some(k => k.contains(e))) e.style.display = "none"; }});</script>"""
+  lead: (document.querySelector(".bars") || document.body).getBoundingClientRect().bottom,
+  height: page.scrollHeight}), "*"); });</script>"""
 
 
 def browser() -> str | None:
-    """The program; None where there is none."""
+    """Path of the browser; None if none is installed."""
     found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     return next((path for path in found if path), None)
 
 
 def measured(program: str, page: Path, width: int) -> dict[str, object]:
-    """What the page looks like in a frame of so many pixels: see `_MEASURE`."""
+    """Measurements of the page in a frame of `width` pixels: see `_MEASURE`."""
     with tempfile.TemporaryDirectory() as folder:
-        frame = _framed(page, Path(folder), width, 2000, _MEASURE)
+        frame = _framed(page, Path(folder), width, _SCREEN, _MEASURE)
         dom = _run(program, Path(folder), "--dump-dom", "--virtual-time-budget=5000", frame.as_uri())
     found = re.search(r'<pre id="found">(.+?)</pre>', dom, re.DOTALL)
     if found is None:
-        raise RuntimeError(f"{page} told nothing of itself: {dom[-500:]}")
+        raise RuntimeError(f"{page} reported no measurements: {dom[-500:]}")
     plain: dict[str, object] = json.loads(unescape(found[1]))
     return plain
 
 
 def problems(found: dict[str, object]) -> list[str]:
-    """What is wrong, in words."""
+    """The problems of a measured page, in words."""
     words = [f"scrolls {found['sideways']} pixels sideways"] if found["sideways"] else []
     return words + [f"{name}: {found[name]}" for name in ("wide", "asked", "broken") if found[name]]
 
 
-def shoot(
-    program: str, page: Path, out: Path, width: int, height: int, dark: bool = False, only: Sequence[str] = ()
-) -> None:
-    """A PNG of the page from its top, or of the figures and sections alone that hold one of some texts."""
+def shoot(program: str, page: Path, out: Path, width: int, height: int, dark: bool = False) -> None:
+    """Write a PNG of the page from its top."""
     with tempfile.TemporaryDirectory() as folder:
-        script = _ONLY.format(texts=json.dumps([*only])) if only else ""
-        frame = _framed(page, Path(folder), width, height, script)
+        frame = _framed(page, Path(folder), width, height)
         scheme = [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
         size = f"--window-size={max(width, 500)},{height}"
-        _run(program, Path(folder), size, "--hide-scrollbars", f"--screenshot={out}", *scheme, frame.as_uri())
+        _run(program, Path(folder), size, "--hide-scrollbars", f"--screenshot={out.resolve()}", *scheme, frame.as_uri())
 
 
 def print_out(program: str, page: Path, out: Path) -> None:
-    """A PDF, as a printer gets it."""
+    """Write a PDF, as printed."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(program, Path(folder), f"--print-to-pdf={out}", "--no-pdf-header-footer", page.resolve().as_uri())
+        arguments = [f"--print-to-pdf={out.resolve()}", "--no-pdf-header-footer", page.resolve().as_uri()]
+        _run(program, Path(folder), *arguments)
 
 
 def _framed(page: Path, folder: Path, width: int, height: int, script: str = "") -> Path:
@@ -94,7 +89,7 @@ def _framed(page: Path, folder: Path, width: int, height: int, script: str = "")
 
 
 def _run(program: str, folder: Path, *arguments: str) -> str:
-    """Without a network, in a profile that is thrown away; standard output."""
+    """Run the browser without a network, with a temporary profile; returns its standard output."""
     command = [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
@@ -105,29 +100,35 @@ def main() -> int:
     parser.add_argument("pages", nargs="+", type=Path)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, metavar="DIR", help="check all pages")
-    where.add_argument("--picture", type=Path, metavar="FILE", help="of the last page, 1024 pixels wide, for the docs")
-    parser.add_argument("--height", type=int, default=1090, help="of that picture")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="its figures and sections")
+    where.add_argument("--docs", type=Path, metavar="DIR", help="write the first screen of each page")
     args = parser.parse_args()
     program = browser()
     if program is None:
-        sys.exit("there must be a chromium; got none; apt-get install chromium")
-    if args.picture:
-        shoot(program, args.pages[-1], args.picture.resolve(), 1024, args.height, only=args.only)
-        return 0
-    args.out.mkdir(parents=True, exist_ok=True)
+        sys.exit("No chromium was found; install it: apt-get install chromium")
+    (args.out or args.docs).mkdir(parents=True, exist_ok=True)
     wrong = False
     for page in args.pages:
-        name = f"{page.parent.parent.parent.name}-{page.stem}"
-        for width in WIDTHS:
+        if args.docs:
+            _first_screen(program, page, args.docs / f"{page.stem}.png")
+            continue
+        for width, looks in ((PHONE, ("phone",)), (DESKTOP, ("light", "dark"))):
             found = measured(program, page, width)
             wrong = wrong or bool(problems(found))
-            print(f"{page} at {width} pixels: {'; '.join(problems(found)) or 'fine'}, {found['pictures']} pictures")
-            look = "phone" if width == WIDTHS[0] else "dark"
-            height = min(int(str(found["height"])), 12_000)
-            shoot(program, page, (args.out / f"{name}-{look}.png").resolve(), width, height, look == "dark")
-        print_out(program, page, (args.out / f"{name}.pdf").resolve())
+            print(f"{page} at {width} pixels: {'; '.join(problems(found)) or 'fine'}")
+            for look in looks:
+                height = min(int(str(found["height"])), 12_000)
+                shoot(program, page, args.out / f"{page.stem}-{look}.png", width, height, look == "dark")
+        print_out(program, page, args.out / f"{page.stem}.pdf")
     return int(wrong)
+
+
+def _first_screen(program: str, page: Path, out: Path) -> None:
+    from PIL import Image
+
+    shoot(program, page, out, DESKTOP, _SCREEN)
+    with Image.open(out) as image:
+        small = image.convert("RGB").crop((0, 0, DESKTOP, _SCREEN)).quantize(64)
+    small.save(out, optimize=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page
     for words in (
         "share of air",
         "classifier AUC",
-        "real against real",
+        "floor",
     ):
         assert words in said
     folder = tmp_path / "first"

@@ -12,6 +12,8 @@ from PIL import Image
 
 from tests.support.tiny import tiny_sections
 from vesuvius.config.load import dump_config, parse_stored
+from vesuvius.monitor.memory.limits import MemoryPolicy
+from vesuvius.monitor.session import begin_session, end_session
 
 Record = dict[str, Any]
 BEGAN = 1_700_000_000.0
@@ -100,6 +102,16 @@ def write_run(path: Path, metrics: Iterable[Record], system_records: Iterable[Re
     if written := list(lines(system_records)):
         (path / "system.jsonl").write_text("".join(written))
     return path
+
+
+def session_file(run: Path, end: int | str | None) -> None:
+    """As a session leaves it that is `running`, has ended with an exit code, or was killed (None)."""
+    record = begin_session(run / "session.json", run.name, 1, MemoryPolicy())
+    if isinstance(end, int):
+        end_session(run / "session.json", record, end)
+    elif end is None:
+        content = json.loads((run / "session.json").read_text())
+        (run / "session.json").write_text(json.dumps(content | {"pid": 2**22 + 1}))
 
 
 def write_preview(run: Path, number: int, size: tuple[int, int] = (1600, 900)) -> Record:

@@ -6,10 +6,12 @@ import json
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, say
+from vesuvius.commands.cli import Parser, as_command, natural, say
 from vesuvius.errors import EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
+
+_PORT = 8642
 
 
 @as_command
@@ -19,18 +21,28 @@ def report(argv: list[str]) -> int:
         prog="vesuvius report",
         description="Write the records of one or more runs, also of running ones, as a self-contained HTML page: "
         "verdict, time, losses, memory, events, previews, config.",
-        examples=("vesuvius report demo", "vesuvius report demo other-run --out comparison"),
+        examples=("vesuvius report demo --serve", "vesuvius report demo other-run --out comparison"),
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or the name of a run below runs/")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
     )
+    parser.add_argument(
+        "--serve", type=natural, nargs="?", const=_PORT, metavar="PORT",
+        help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     runs = [find_run(text) for text in args.runs]
     from vesuvius.report.model import write_report  # imports numpy and matplotlib
+    from vesuvius.report.serve import HOST, LivePage, open_server
 
-    folder = write_report(runs, args.out, shlex.join(["vesuvius", "report", *argv]))
-    say(str(folder / "report.html"))
+    command = shlex.join(["vesuvius", "report", *argv])
+    if args.serve is None:
+        say(str(write_report(runs, args.out, command) / "report.html"))
+        return EXIT_OK
+    with open_server(LivePage(runs, command), args.serve) as server:
+        say(f"http://{HOST}:{server.server_port}/ (Ctrl-C ends it)")
+        server.serve_forever()
     return EXIT_OK
 
 

@@ -25,8 +25,8 @@ from vesuvius.errors import EXIT_OK, VesuviusError
 from vesuvius.experiments.steady import Warmup
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.charts import work_parts
-from vesuvius.report.model import build
-from vesuvius.report.page import RunReport, Table, made_by, new_folder, write_page
+from vesuvius.report.model import build, verdict_words
+from vesuvius.report.page import RunReport, made_by, new_folder, render_html, write_page
 from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
@@ -39,11 +39,9 @@ from vesuvius.training.step.setup import parameter_count
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"
-_FACTS = ("samples/s", "step, p50", "step, p95", "peak RAM", "peak VRAM", "model FLOPs utilisation", "cores")
-_NOTE = (
-    "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind computing "
-    "counts 0."
-)
+_HIGHLIGHTS = ("samples/s", "step, p50", "step, p95", "full training", "peak RAM", "peak VRAM")
+_FACTS = (*_HIGHLIGHTS, "model FLOPs utilization", "cores", "torch / vesuvius", "commit")
+_NOTE = "Times of all counted steps; they add up to the step times.  Waits hidden behind computation count as 0."
 MOST_WARM_STEPS = 40
 _WARM_S = 10.0  # after which a trainer is slower than its readers
 _TRACED_STEPS = 2
@@ -161,7 +159,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
         raise error
     tune = shlex.join(["vesuvius", "tune", "--config", str(source)])
     report = build_profile(config, read_run(folder), observed, steps, ranks, tune)
-    write_page(folder, "profile", [report], made_by(command))
+    write_page(folder, "profile", render_html([report], made_by(command)))
     return report
 
 
@@ -205,29 +203,32 @@ def build_profile(
     )
     work_s = only.columns["step_s"] - only.columns["pause_s"]
     run = build(only)
-    whole_s = float(work_s.mean()) * config.horizon_steps
-    facts = {key: run.facts[key] for key in _FACTS} | {
-        "the whole training": f"{format_duration(whole_s)} for {config.horizon_steps} steps, without pauses",
+    full_s = float(work_s.mean()) * config.horizon_steps
+    facts = {key: run.facts[key] for key in _FACTS if key in run.facts} | {
+        "full training": f"{format_duration(full_s)} for {config.horizon_steps} steps",
         "device": f"{observed.device}, amp {observed.amp}",
         "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
-        "what to type next": next_command,
     }
-    method = [
-        f"{after} steps warm up (kernels are chosen, the regions in flight are read), and steps {after + 1} to {last} "
-        "count: those of vesuvius train, without validation, previews and checkpoints."
-    ]
+    method = (
+        f"{after} warm-up steps (kernels are chosen, the regions in flight are read), then steps {after + 1} to {last} "
+        "count.  They are those of vesuvius train without validation, previews and checkpoints."
+    )
     if verdict.window.steps < asked:
-        method.append(f"Readers were replaced: the verdict is of the last {verdict.window.steps} steps.")
+        method += f"  Readers were replaced: the verdict covers the last {verdict.window.steps} steps."
     if ranks != 1:
-        method.append("This is one rank, without communication; vesuvius bench --ranks measures that.")
+        method += "  One rank was measured, without communication; vesuvius bench --ranks measures that."
+    is_idle = verdict.kind == "compute-bound" and not verdict.overrides and observed.device == "CPU"
     return replace(
         run,
         name=f"{config.name}: profile of {asked} steps",
         facts=facts,
-        verdict=verdict.text,
+        highlights=_HIGHLIGHTS,
+        headline=verdict_words(verdict.record(), has_gpu=observed.device != "CPU"),
+        commands=() if is_idle else (next_command,),
+        tone="",
         parts=tuple(work_parts(records, chosen, float(work_s.sum()))),
         charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
-        tables=(Table("Method", ("",), tuple((text,) for text in method)),),
+        tables=(),
         previews=(),
-        parts_note=_NOTE,
+        parts_note=f"{_NOTE}  {method}",
     )

@@ -1,16 +1,18 @@
-"""Curves of a report, and their drawings.  Pure.
+"""Curves of a report and their drawings.  Pure.
 
-A curve is many figures as a few hundred points, each with the least and the most that it stands for: a spike of one
-step stays visible in a run of 100,000.  Matplotlib draws them as SVG, in colours that the page's style sets.
+A curve reduces many values to a few hundred points, each with the minimum and maximum of the values it stands for, so a
+spike of one step stays visible in a run of 100,000.  Matplotlib draws them as SVG, in colours set by the page's style.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,35 +26,44 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 240
-_COLOURS = 10
-# A curve whose largest value is so many times what is usual is cut off, and its spikes marked: else it is a flat line.
+COLOURS = {
+    "data wait": 0, "transfer": 1, "compute": 2, "forward": 2, "backward": 3, "optimizer": 4, "other ranks": 5,
+    "host": 7, "baseline": 7, "ideal": 7, "best": 6, "generated": 2, "held out": 6, "training": 7,
+}  # fmt: skip
+"""The colour of a thing on all pages, as a number of the style's `--c0` to `--c9`."""
+
+_OTHERS = (2, 6, 4, 8, 9, 1, 3, 5)  # colours of all other curves, in order
+_MOST_LABELLED = 16  # characters of a label next to its curve
+# If the largest value exceeds the usual ones by more than `_SPIKE`, the axis is cut and spikes are marked.
 _SPIKE, _ROOM = 4.0, 1.5
-_INK, _GRID, _LIMIT = "#fe01a0", "#fe01a1", "#fe01a2"  # as the curves' `#fe0100` to `#fe0109`: names for the page's own
-_NAMES = {_INK: "soft", _GRID: "rule", _LIMIT: "bad"} | {f"#fe01{index:02x}": f"c{index}" for index in range(_COLOURS)}
+# Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe0109`.
+_INK, _GRID, _LIMIT = "#fe01a0", "#fe01a1", "#fe01a2"
+_NAMES = {_INK: "soft", _GRID: "rule", _LIMIT: "bad"} | {f"#fe01{index:02x}": f"c{index}" for index in range(10)}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve with its band; arrays of equal length, finite, in order of `x`."""
+    """A curve with its band; finite arrays of equal length, ordered by `x`."""
 
     label: str
     x: Column
     low: Column
     mid: Column
     high: Column
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture."""
+    """Up to four curves over one axis."""
 
-    key: str  # by which the same picture of other runs is found
+    key: str  # identifies the chart among those of other runs
     title: str
     unit: str
     series: tuple[Series, ...]
     x_label: str = "step"
-    limits: tuple[tuple[str, float], ...] = ()  # horizontal lines, each with its name
-    log: bool = False  # a logarithmic axis, where all values are above 0
+    limits: tuple[tuple[str, float], ...] = ()  # names and values of horizontal lines
+    log: bool = False  # logarithmic axis; needs values above 0
 
 
 def banded(
@@ -63,25 +74,25 @@ def banded(
     high: ArrayLike | None = None,
     points: int = POINTS,
 ) -> Series | None:
-    """A series of at most so many points; None where no value is finite.
+    """Reduce values to a series of at most `points` points; None if no value is finite.
 
     Args:
-        mid: values; of several, the mean is drawn.
-        low, high: what each value ranges over, if it is itself a mean.
+        mid: values; a point shows their mean.
+        low, high: range of each value that is itself a mean.
     """
     given = (x, mid, mid if low is None else low, mid if high is None else high)
     figures = np.array([np.asarray(each, dtype=float) for each in given])
     xs, mids, lows, highs = figures[:, np.isfinite(figures).all(axis=0)]
     if not len(xs):
         return None
-    # Where each of at most `points` runs of neighbours begins.
+    # First index of each group of neighbours.
     starts = np.unique(np.linspace(0, len(xs), min(len(xs), points), endpoint=False).astype(np.intp))
     lows, highs = np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
     return Series(label, _means(xs, starts), lows, _means(mids, starts), highs)
 
 
 def thinned(chart: Chart, points: int) -> Chart:
-    """The chart with at most so many points in each curve; spikes stay."""
+    """The chart with at most `points` points in each curve; spikes stay."""
     if all(len(each.x) <= points for each in chart.series):
         return chart
     fewer = (banded(each.label, each.x, each.mid, each.low, each.high, points) for each in chart.series)
@@ -89,13 +100,13 @@ def thinned(chart: Chart, points: int) -> Chart:
 
 
 def chart(key: str, title: str, unit: str, series: Sequence[Series | None], **more: object) -> list[Chart]:
-    """A chart of those series that there are, or none."""
+    """A list with the chart of the series that are not None; empty if all are."""
     there = tuple(each for each in series if each is not None)
     return [Chart(key, title, unit, there, **more)] if there else []  # type: ignore[arg-type]
 
 
 def wants_log(series: Sequence[Series | None]) -> bool:
-    """Whether the values span more than a factor of 20, and none is 0 or below."""
+    """Whether all values are positive and span more than a factor of 20."""
     there = [each for each in series if each is not None]
     if not there or min(each.low.min() for each in there) <= 0:
         return False
@@ -110,22 +121,32 @@ def _means(values: Column, starts: NDArray[np.intp]) -> Column:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, drawn, with the lines below it."""
+    """A drawn chart and the lines below it."""
 
     chart: Chart
     svg: Markup
-    legend: tuple[tuple[int, str, str], ...]  # of each curve: number of its colour, name, what it came to
+    legend: tuple[tuple[int, str, str], ...]  # of each curve: colour, name, last value and range
     limits: tuple[tuple[str, str], ...]
     note: str
 
 
 def draw(chart: Chart) -> Figure:
-    """The picture, whose title and unit are read out; curves and limits are named below it by the page."""
-    legend = tuple((i % _COLOURS, each.label, _came_to(chart, each)) for i, each in enumerate(chart.series))
+    """Draw a chart as SVG, with a text alternative."""
+    curves = zip(_colours(chart), chart.series, strict=True)
+    legend = tuple((colour, each.label, _figures(chart, each)) for colour, each in curves)
     limits = tuple((name, f"{format_number(value)} {chart.unit}") for name, value in chart.limits)
     largest = _largest(chart)
     note = f"beyond the axis: up to {format_number(largest)} {chart.unit}" if largest > y_range(chart)[1] else ""
     return Figure(chart, _svg(chart), legend, limits, note)
+
+
+def _colours(chart: Chart) -> list[int]:
+    """A colour for each curve: that of its name, unless another curve has it."""
+    chosen: list[int] = []
+    for series in chart.series:
+        wanted = [COLOURS[series.label]] if series.label in COLOURS else []
+        chosen.append(next(each for each in (*wanted, *_OTHERS, 0) if each not in chosen or each == 0))
+    return chosen
 
 
 def _svg(chart: Chart) -> Markup:
@@ -136,10 +157,11 @@ def _svg(chart: Chart) -> Markup:
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "vesuvius", "path.simplify": False, "font.size": 10.0}
     with rc_context(style | {"font.sans-serif": ["DejaVu Sans"]}):
         canvas = Canvas(figsize=(5.0, 2.5))
-        axes = canvas.add_axes((0.115, 0.15, 0.865, 0.79))
+        labels = [each.label[:_MOST_LABELLED] for each in chart.series] if len(chart.series) > 1 else []
+        axes = canvas.add_axes((0.115, 0.15, 0.865 - 0.018 * max(map(len, labels), default=0), 0.79))
         bottom, top = y_range(chart)
         axes.set(ylim=(bottom, top), yscale="log" if chart.log else "linear")
-        _lines(axes, chart, top)
+        _lines(axes, chart, top, labels)
         for _, value in chart.limits:
             if bottom <= value <= top:
                 axes.axhline(value, color=_LIMIT, linewidth=1.2, dashes=(4, 3))
@@ -147,6 +169,23 @@ def _svg(chart: Chart) -> Markup:
         file = io.StringIO()
         canvas.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _inline(file.getvalue(), f"{chart.title}, {chart.unit}, over {chart.x_label}")
+
+
+def label_heights(chart: Chart, gap: float = 0.085) -> list[float]:
+    """Heights (0 to 1) of the curves' labels: at their last points, moved apart if they would overlap."""
+    bottom, top = y_range(chart)
+    if chart.log:
+        ends = [math.log(each.mid[-1] / bottom) / math.log(top / bottom) for each in chart.series]
+    else:
+        ends = [(each.mid[-1] - bottom) / (top - bottom) for each in chart.series]
+    heights, order = ends.copy(), sorted(range(len(ends)), key=ends.__getitem__)
+    for index, above in pairwise(order):
+        heights[above] = max(heights[above], heights[index] + gap)
+    highest = 1.0
+    for index in reversed(order):
+        heights[index] = min(heights[index], highest)
+        highest = heights[index] - gap
+    return heights
 
 
 def _dress(axes: Axes, chart: Chart) -> None:
@@ -158,8 +197,8 @@ def _dress(axes: Axes, chart: Chart) -> None:
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    is_whole = all((series.x % 1 == 0).all() for series in chart.series)  # steps, rounds
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_whole, min_n_ticks=1))
+    is_integer = all((series.x % 1 == 0).all() for series in chart.series)  # steps, rounds
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_integer, min_n_ticks=1))
     axes.xaxis.set_major_formatter("{x:,.6g}")
     axes.yaxis.set_major_formatter("{x:,.6g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -167,19 +206,22 @@ def _dress(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
-def _lines(axes: Axes, chart: Chart, top: float) -> None:
-    for index, series in enumerate(chart.series):
-        colour = f"#fe01{index % _COLOURS:02x}"
+def _lines(axes: Axes, chart: Chart, top: float, labels: Sequence[str]) -> None:
+    colours = [f"#fe01{colour:02x}" for colour in _colours(chart)]
+    for y, label, colour in zip(label_heights(chart), labels, colours, strict=False):
+        axes.text(1.01, y, label, color=colour, va="center", transform=axes.transAxes, parse_math=False)
+    for colour, series in zip(colours, chart.series, strict=True):
         if (series.high > series.low).any():
             axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(series.x, series.mid, color=colour, linewidth=1.2, marker="o" if len(series.x) == 1 else None)
+        marker, style = "o" if len(series.x) < 8 and not series.dashed else None, "--" if series.dashed else "-"
+        axes.plot(series.x, series.mid, color=colour, linewidth=1.4, linestyle=style, marker=marker, markersize=4)
         above = series.x[series.high > top * (1 + 1e-9)]
         if len(above):  # a mark at the upper edge for each value beyond it
             axes.plot(above, np.full(len(above), top), "^", color=colour, markersize=4, clip_on=False, gid="spikes")
 
 
 def _inline(svg: str, words: str) -> Markup:
-    """The drawing as an element of a page: without a header, its figures to a tenth, its colours those of the page."""
+    """The drawing as an element of the page: without header, coordinates rounded to a tenth, in the page's colours."""
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.S)
     svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d)\d+", r"\1", " ".join(path[0].split())), svg)
     svg = re.sub(r"#fe01[0-9a-f]{2}", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
@@ -188,7 +230,7 @@ def _inline(svg: str, words: str) -> Markup:
 
 
 def y_range(chart: Chart) -> tuple[float, float]:
-    """Ends of the axis: from 0, or around the values of a logarithmic one; a limit near the curves is inside."""
+    """Ends of the vertical axis, which starts at 0 unless it is logarithmic; limits near the curves are inside."""
     least, largest = min(float(s.low.min()) for s in chart.series), _largest(chart)
     if chart.log:
         return least / 1.2, largest * 1.2
@@ -203,6 +245,6 @@ def _largest(chart: Chart) -> float:
     return max(float(s.high.max()) for s in chart.series)
 
 
-def _came_to(chart: Chart, series: Series) -> str:
+def _figures(chart: Chart, series: Series) -> str:
     spread = f"{format_number(float(series.low.min()))} to {format_number(float(series.high.max()))}"
     return f"last {format_number(float(series.mid[-1]))}, {spread}" if chart.x_label == "step" else spread

@@ -1,14 +1,12 @@
-"""`vesuvius report`: the page of one run, or of several with what differs and one curve of each in a chart.
-
-Sentences, tables and charts come from the records of a run.
-"""
+"""`vesuvius report`: the content of the page of one run, or of several with their differences."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,11 +17,14 @@ from vesuvius.report.page import (
     FOLDER,
     NOT_KNOWN,
     PARTS_NOTE,
+    Bar,
+    Bars,
     RunReport,
     Table,
     filled,
     made_by,
     new_folder,
+    render_html,
     write_page,
 )
 from vesuvius.report.records import Column, RunRecords, figure, read_run
@@ -32,43 +33,60 @@ from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
 
 _OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
+_BEST = "best validation error"
+_HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BEST, "peak RAM", "peak VRAM")
 _LAST_STEPS = 100
 _MOST_EVENTS = 200
-_QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
+_NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
+_STOPPED = ("ended with exit code 75", "ended with exit code 130")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
-    """Write report.html of one or several runs, and return their folder.
+    """Write report.html of one or several runs, and return its folder.
 
     Args:
-        out: the folder; None = one named by the time, below the first run's `reports/`.
+        out: the folder; None = a new one below the first run's `reports/`.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the folder cannot be written.
     """
     folder = out or new_folder(runs[0] / FOLDER)
-    reports = named_apart([build(read_run(run)) for run in runs])
-    tables, charts = comparison(reports)
-    write_page(folder, "report", reports, made_by(command), (), tables, charts)
+    write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
     return folder
 
 
+def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:
+    """Render the page of one run, or of several after their comparison; `refresh_s` as in `render_html`."""
+    reports = named_apart(reports)
+    return render_html(reports, made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s)
+
+
 def named_apart(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The reports, those of equal names with their directory."""
+    """The reports; those of equal names get their directory appended."""
     names = [report.name for report in reports]
     return [replace(r, name=f"{r.name} ({r.directory})") if names.count(r.name) > 1 else r for r in reports]
 
 
-def comparison(reports: Sequence[RunReport]) -> tuple[tuple[Table, ...], tuple[Chart, ...]]:
-    """Tables of what differs, and charts that every run has a curve for or only some.  Empty for a single run."""
-    if len(reports) < 2:
-        return (), ()
+def comparison(reports: Sequence[RunReport]) -> RunReport:
+    """Compare two or more runs: speed, differences in results and config, and a curve of each run in one chart."""
     names = tuple(report.name for report in reports)
     facts = [(label, *(report.facts.get(label, NOT_KNOWN) for report in reports)) for label in reports[0].facts]
     keys = dict.fromkeys(key for report in reports for key in report.config)
     config = [(key, *(report.config.get(key, NOT_KNOWN) for report in reports)) for key in keys]
-    result = Table("What differs in result", ("", *names), _different(facts))
-    return filled(result, Table("What differs in config", ("key", *names), _different(config))), _overlaid(reports)
+    rates = {r.name: float(r.facts["samples/s"]) for r in reports if r.facts["samples/s"] != NOT_KNOWN}
+    bars = tuple(Bar(name, rate, format_number(rate)) for name, rate in rates.items())
+    fastest = max(rates, key=rates.__getitem__, default="")
+    speed = f"{fastest} is the fastest: {format_number(rates[fastest])} samples/s" if rates else "no speed is known"
+    differences = Table("Differences in results", ("", *names), _different(facts))
+    return RunReport(
+        name=f"Comparison of {' and '.join(names)}",
+        directory="",
+        headline=f"{len(reports)} runs; {speed}",
+        facts={},
+        bars=Bars("Samples/s", bars) if bars else None,
+        charts=_overlaid(reports),
+        tables=filled(differences, Table("Differences in config", ("key", *names), _different(config))),
+    )
 
 
 def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -88,33 +106,65 @@ def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:
 
 
 def build(records: RunRecords) -> RunReport:
-    """Gather the report of one run."""
-    verdicts = records.of_kind("verdict")
+    """Build the report of one run."""
+    headline, tone, commands = _headline(records)
     return RunReport(
         name=str(records.config.get("name") or records.path.name),
         directory=str(records.path),
+        headline=headline,
+        tone=tone,
+        commands=commands,
         facts=_facts(records),
-        verdict=_end_words(records.state) + _verdict_words(verdicts) + _next_words(verdicts, records.path),
+        highlights=_HIGHLIGHTS,
         parts=split_time(records),
         charts=tuple(build_charts(records)),
         tables=filled(ranks_table(records), _sessions(records), _events(records)),
         previews=_previews(records),
         config=config_texts(records.config),
         config_text=records.config_text,
-        parts_note=f"{PARTS_NOTE}  {_window_words(records)}." if records.changed else PARTS_NOTE,
+        parts_note=f"{PARTS_NOTE}  Times: {_timed_steps(records)}." if records.changed else PARTS_NOTE,
     )
 
 
-def _end_words(state: str) -> str:
-    """Of a run that ended before its last step, how: it is the first thing to know."""
+def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tuple[str, ...]]:
+    """State, progress and bottleneck in words; their tone; and the commands to type next."""
+    state, steps, run = records.state, _steps(records.columns), RunDir(records.path)
+    resume = shlex.join(["vesuvius", "train", "--config", str(records.path / "config.resolved.yaml"), "--resume"])
+    verdicts = records.of_kind("verdict")
+    bottleneck = "No verdict yet: too few steps, or monitor.verdict_every=0"
+    if verdicts:
+        bottleneck = verdict_words(verdicts[-1], has_gpu=bool(records.environment.get("gpus")))
+    tune = (run.tune_command,) if verdicts and verdicts[-1].get("overrides") else ()
     if state.startswith("killed"):
-        return f"the run was {state}. Its last verdict: "
-    early = state.startswith("ended") and not state.startswith("ended with exit code 0")
-    return f"the run {state}. Its last verdict: " if early else ""
+        return f"Killed at step {steps}. Last verdict: {bottleneck}", "bad", (resume,)
+    if state.startswith(_STOPPED):
+        return f"Stopped early at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
+    if state.startswith("ended") and not state.startswith("ended with exit code 0"):
+        return f"Failed at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
+    if state.startswith("ended"):
+        return f"Finished at step {steps}. {bottleneck}", "good", tune
+    left = _time_left(records.columns, state)
+    begin = "Running" if state.startswith("running") else "State not known"
+    return f"{begin}: step {steps}{'' if left == NOT_KNOWN else f', time left {left}'}. {bottleneck}", "", tune
 
 
-def _window_words(records: RunRecords) -> str:
-    """Which steps the figures of time are of."""
+def verdict_words(verdict: Record, has_gpu: bool) -> str:
+    """The bottleneck in one sentence, and what to try.
+
+    Args:
+        verdict: as `Verdict.record` writes it.
+    """
+    kind, cause, evidence, advice = (str(verdict.get(key) or "") for key in ("bound", "cause", "evidence", "advice"))
+    if kind == "compute-bound" and not has_gpu and not advice.startswith("try"):
+        return "Compute-bound on the CPU: no data-path setting will help."
+    if not evidence:  # older runs
+        return f"{str(verdict.get('text')).capitalize()}."
+    words = f"{kind} ({cause})" if cause else kind
+    return f"{words.capitalize()}: {evidence}" + (f"; {advice}." if advice else ".")
+
+
+def _timed_steps(records: RunRecords) -> str:
+    """The steps that figures of time are taken from."""
     numbers = records.columns["step"][records.timed]
     if not len(numbers):
         return NOT_KNOWN
@@ -129,93 +179,85 @@ def _facts(records: RunRecords) -> dict[str, str]:
     packages = env.get("packages") or {}
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])
     work_s, samples = np.sum(work[known]), np.sum(steps["samples"][known])
-    # The most that the monitor saw, or the steps where it has not recorded.
+    # The monitor samples memory more often than steps do, but may not have recorded.
     used = [figure((record.get("used_bytes") or [None])[-1]) for record in records.system]
     ram = largest(np.array([*used, *steps["ram_used_bytes"]]))
-    gpus = [str(gpu) for gpu in env.get("gpus") or []]
-    return {
+    verdicts = [str(verdict.get("bound")) for verdict in records.of_kind("verdict")]
+    facts = {
         "state": records.state,
         "steps": _steps(steps),
         "time left": _time_left(steps, records.state),
         "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
-        "figures of time": f"{_window_words(records)}; without pauses and the first step of each session",
+        "times are from": f"{_timed_steps(records)}; without pauses and the first step of each session",
         "samples/s": _or_unknown(float(samples / work_s) if work_s else None, format_number),
         "step, p50": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), format_number),
-        "best validation (error over that of the best linear filter)": _best(records.of_kind("validation")),
+        _BEST: _best(records.of_kind("validation")),
+        "verdicts": ", ".join(f"{kind} {verdicts.count(kind)}" for kind in dict.fromkeys(verdicts)) or "none",
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(died for *_, died in records.deaths)),
         "peak RAM": of_limit(ram, largest(steps["ram_limit_bytes"])),
         "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), format_size),
-        "peak VRAM": of_limit(largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])),
-        "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
-        "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
+    }
+    if gpus := [str(gpu) for gpu in env.get("gpus") or []]:
+        facts |= {
+            "peak VRAM": of_limit(largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])),
+            "model FLOPs utilization": _or_unknown(_mean(steps["mfu"]), format_percent),
+            "GPU": ", ".join(gpus),
+        }
+    return facts | {
         "cores": str(env.get("cpus") or NOT_KNOWN),
         "torch / vesuvius": f"{packages.get('torch') or NOT_KNOWN} / {packages.get('vesuvius-diffusion') or NOT_KNOWN}",
         "commit": commit_text(env),
     }
 
 
-def _verdict_words(verdicts: Sequence[Record]) -> str:
-    if not verdicts:
-        return "no verdict was recorded: too few steps, or monitor.verdict_every=0"
-    last = verdicts[-1]
-    kinds = [str(verdict.get("bound")) for verdict in verdicts]
-    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
-    return f"{last.get('text')} (step {last.get('step')}; verdicts so far: {counts})"
-
-
-def _next_words(verdicts: Sequence[Record], run: Path) -> str:
-    """The command to type next, if the last verdict names something to try."""
-    return f". Type next: {RunDir(run).tune_command}" if verdicts and verdicts[-1].get("overrides") else ""
-
-
 def ranks_table(records: RunRecords) -> Table:
-    """A row for each rank, over the steps that all told of; none of a run of one rank."""
+    """A row for each rank, from the steps that all ranks reported; empty for one rank."""
     steps = [record for record in records.of_kind("ranks") if isinstance(record.get("times"), list)]
     rows = []
     for rank in range(max((len(step["times"]) for step in steps), default=0)):
-        told = [step["times"][rank] for step in steps if rank < len(step["times"])]
+        reported = [step["times"][rank] for step in steps if rank < len(step["times"])]
         slowest = sum(step.get("slowest") == rank for step in steps)
         names = ("trainer_bytes", "step_s", "comm_s", "pause_s")
-        held, step_s, comm_s, pause_s = (np.array([figure(times.get(name)) for times in told]) for name in names)
+        used, step_s, comm_s, pause_s = (np.array([figure(times.get(name)) for times in reported]) for name in names)
         rows.append(
             (
                 str(rank),
-                str(told[-1].get("node", NOT_KNOWN)),
-                _or_unknown(largest(held), format_size),
+                str(reported[-1].get("node", NOT_KNOWN)),
+                _or_unknown(largest(used), format_size),
                 _quantile(step_s - comm_s - pause_s, 0.5),
                 _or_unknown(_mean(comm_s), format_number),
-                f"{slowest} of {len(told)}",
+                f"{slowest} of {len(reported)}",
             )
         )
-    columns = ("rank", "node (last)", "trainer, private memory", "step without waits, p50", "comm_s, mean", "slowest")
+    columns = ("rank", "node", "trainer, private RAM", "step without waits, p50", "wait, mean, s", "slowest in")
     return Table("Ranks", columns, tuple(rows))
 
 
 def _sessions(records: RunRecords) -> Table:
     rows = []
-    for place, start in enumerate(records.sessions):
+    for index, start in enumerate(records.sessions):
         if start["kind"] != "run_start":
             continue
-        after = records.sessions[place + 1] if place + 1 < len(records.sessions) else None
+        after = records.sessions[index + 1] if index + 1 < len(records.sessions) else None
         reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
         if after is not None and after["kind"] == "run_end":
             reached = str(after.get("step", NOT_KNOWN))
             how = f"exit code {after.get('exit_code')}: {after.get('cause')}"
         began = _or_unknown(figure(start.get("time")), format_time)
         rows.append((str(start.get("session", NOT_KNOWN)), began, str(start["step"]), reached, how))
-    return Table("Sessions", ("#", "began", "from step", "to step", "how it ended"), tuple(rows))
+    return Table("Sessions", ("#", "start", "from step", "to step", "end"), tuple(rows))
 
 
 def _events(records: RunRecords) -> Table:
     rows = [
         (figure(r.get("time")), str(r.get("step", "")), str(r.get("event", r["kind"])), _event_text(r))
         for r in records.others
-        if r["kind"] not in _QUIET
+        if r["kind"] not in _NO_EVENTS
     ]
     rows += [(time, str(step), "death" if died else "end", words) for time, step, words, died in records.deaths]
     rows.sort(key=lambda row: row[0])
@@ -223,7 +265,7 @@ def _events(records: RunRecords) -> Table:
     shown = tuple(
         (format_time(time) if np.isfinite(time) else NOT_KNOWN, *rest) for time, *rest in rows[-_MOST_EVENTS:]
     )
-    return Table("Events", ("time", "step", "event", "what happened"), shown, note)
+    return Table("Events", ("time", "step", "event", "description"), shown, note)
 
 
 def _event_text(record: Record) -> str:
@@ -241,12 +283,12 @@ def _previews(records: RunRecords) -> tuple[tuple[int, str], ...]:
 
 
 def config_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Values of a config as text, by the keys of overrides."""
+    """Values of a config as text, by dotted key."""
     return {key: "null" if value is None else str(value) for key, value in flatten(config).items()}
 
 
 def commit_text(environment: Mapping[str, Any]) -> str:
-    """Of `env.json`, shortened; with a '+' where files differed from it."""
+    """Shortened commit of `env.json`; '+' = the work tree had changes."""
     if commit := str(environment.get("commit") or ""):
         return commit[:12] + commit[40:]
     version = (environment.get("packages") or {}).get("vesuvius-diffusion")
@@ -256,7 +298,7 @@ def commit_text(environment: Mapping[str, Any]) -> str:
 def _best(validations: Sequence[Record]) -> str:
     known = [(error, r.get("step")) for r in validations if np.isfinite(error := figure(r.get("relative_error")))]
     error, step = min(known, key=lambda each: each[0], default=(np.nan, None))
-    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} at step {step}"
+    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} of a linear filter's (step {step})"
 
 
 def _steps(steps: Mapping[str, Column]) -> str:
@@ -265,12 +307,12 @@ def _steps(steps: Mapping[str, Column]) -> str:
 
 
 def _time_left(steps: Mapping[str, Column], state: str) -> str:
-    """As the last step line of a run had it; of one that is over, none."""
+    """As estimated at the last step; `none` once the run is over."""
     done, asked = _last(steps["step"]), _last(steps["steps"])
     if done is not None and asked is not None and done >= asked:
         return "none"
     if state.startswith(("ended", "killed")):
-        left = "" if done is None or asked is None else f", {asked - done:.0f} steps before its last one"
+        left = "" if done is None or asked is None else f", {asked - done:.0f} steps early"
         return f"none: the run is over{left}"
     return _or_unknown(float(steps["eta_s"][-1]) if len(steps["eta_s"]) else None, format_duration)
 
@@ -282,6 +324,7 @@ def _last_checkpoint(saved: Sequence[Record]) -> str:
 
 
 def of_limit(value: float | None, limit: float | None) -> str:
+    """`3.20 GiB of 8.00 GiB`."""
     if value is None:
         return NOT_KNOWN
     return format_size(value) + (f" of {format_size(limit)}" if limit else "")
@@ -292,6 +335,7 @@ def _or_unknown(value: float | None, words: Any) -> str:
 
 
 def largest(values: Column) -> float | None:
+    """The largest finite value; None if there is none."""
     return _of_known(values, np.max)
 
 

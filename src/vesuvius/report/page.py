@@ -1,7 +1,7 @@
-"""The one page of report, profile, bench, tune and evaluate, and what it shows: facts, times, charts and tables.
+"""The page of report, profile, bench, tune and evaluate: headline, bar chart, curves, tables, pictures, facts.
 
-It needs nothing else (style, curves and pictures are in it) and has no script.  All text comes from files that users
-write: the template escapes every value.
+The page is self-contained (style, curves and pictures are embedded) and has no script.  Its text comes from files that
+users write: the template escapes every value.
 """
 
 from __future__ import annotations
@@ -10,30 +10,38 @@ import base64
 import io
 import math
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vesuvius.errors import storage_errors
-from vesuvius.report.curves import POINTS, Chart, draw, thinned
+from vesuvius.report.curves import COLOURS, POINTS, Chart, draw, thinned
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redact, redacted
-from vesuvius.runlog.units import format_duration
+from vesuvius.runlog.units import format_number
 
 NOT_KNOWN = "not known"
+PASS, FAIL = "✓ ", "✗ "
+"""Begin a table cell that the page colours."""
+
 PARTS_NOTE = (
-    "The first step of a session holds the start of the readers and the choice of kernels; pauses are validation, "
-    "previews and copies for checkpoints.  A wait that is hidden behind computing counts 0."
+    "The first step of a session includes starting the readers and choosing kernels; pauses are validation, previews "
+    "and checkpoint copies.  Waits hidden behind computation count as 0."
 )
 
-_FIGURE = re.compile(r"(-?[\d.,]+[\w+-]*( [%\w/]+)?|-|not known|)")
+_FIGURE = re.compile(r"(~?-?[\d.,]+[\w+-]*( [%\w/]+)?|-|not known|)")
+_UNKNOWN = ("", "-", NOT_KNOWN)
+_LONG_TEXT = 32  # characters from which a column is wide enough for sentences
+_TERMINAL_WIDTH = 100
+_UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "h"), (600, 60, "min"), (0, 1, "s"))
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title; the rows are as long as the columns."""
+    """A table with a title; each row has a cell for each column."""
 
     title: str
     columns: tuple[str, ...]
@@ -42,26 +50,79 @@ class Table:
 
     @property
     def classes(self) -> list[str]:
-        """Of each column: `n` for one of figures, which stands to the right, else empty."""
-        return ["n" if all(map(_FIGURE.fullmatch, column)) else "" for column in zip(*self.rows, strict=True)]
+        """CSS class of each column: `n` for figures (right-aligned), `t` for sentences, else empty."""
+        columns = list(zip(*self.rows, strict=True))
+        is_long = [any(len(cell) > _LONG_TEXT for cell in column) for column in columns]
+        return [
+            "n" if all(map(_FIGURE.fullmatch, c)) else "t" if t else "" for c, t in zip(columns, is_long, strict=True)
+        ]
 
     @property
     def text(self) -> str:
-        """For a terminal: the title, and a line for each row."""
-        rows = [self.columns, *self.rows]
+        """The table for a terminal of 100 columns: if rows are longer, the widest column of words is wrapped."""
+        rows = [self.columns, *self.rows] if any(self.columns) else [*self.rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = ((cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join([self.title, *("  ".join(row).rstrip() for row in cells)])
+        words = [width * (kind != "n") for width, kind in zip(widths, self.classes, strict=True)]
+        widest, excess = words.index(max(words)), sum(widths) + 2 * len(widths) - 2 - _TERMINAL_WIDTH
+        longest_word = max((len(word) for row in rows for word in row[widest].split()), default=0)
+        widths[widest] = max(widths[widest] - max(excess, 0), longest_word)
+        lines = [self.title]
+        for row in rows:
+            for index, piece in enumerate(textwrap.wrap(row[widest], max(widths[widest], 1)) or [""]):
+                cells = [piece if column == widest else "" if index else cell for column, cell in enumerate(row)]
+                lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        return "\n".join(lines)
 
 
 def filled(*tables: Table) -> tuple[Table, ...]:
-    """Those that have rows."""
-    return tuple(table for table in tables if table.rows)
+    """The tables that have rows, without columns in which nothing is known."""
+    return tuple(_without_unknown(table) for table in tables if table.rows)
+
+
+def _without_unknown(table: Table) -> Table:
+    kept = [column for column, cells in enumerate(zip(*table.rows, strict=True)) if {*cells} - {*_UNKNOWN}]
+    columns, *rows = (tuple(row[column] for column in kept) for row in (table.columns, *table.rows))
+    return replace(table, columns=columns, rows=tuple(rows))
+
+
+def in_one_unit(seconds: Sequence[float | None]) -> tuple[str, list[str]]:
+    """The unit that suits the longest of some times, and each time in it."""
+    longest = max((each for each in seconds if each is not None), default=0.0)
+    scale, unit = next((scale, unit) for least, scale, unit in _UNITS if longest >= least)
+    digits = 0 if longest / scale >= 100 else 1 if longest / scale >= 10 else 2
+    return unit, ["-" if each is None else f"{each / scale:.{digits}f}" for each in seconds]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of a chart, with an optional range."""
+
+    label: str
+    value: float
+    text: str  # at the end of the bar
+    colour: int = COLOURS["compute"]
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar chart."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    note: str = ""
+    limit: float | None = None  # a vertical line
+
+    @property
+    def top(self) -> float:
+        """The value at the right end."""
+        return max((bar.high or bar.value for bar in self.bars), default=0.0) or 1.0
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A JPEG with its words; None where the file could not be read."""
+    """A JPEG with its caption; `data` is None if the file could not be read."""
 
     caption: str
     data: bytes | None
@@ -72,52 +133,73 @@ class TimePart:
     """A part of the time."""
 
     name: str
-    kind: str
     total_s: float  # over all steps
-    share: float  # of the time that was recorded
-    # p50_s, p95_s: of a step; NaN where the part has none
-    p50_s: float = math.nan
+    share: float  # of the recorded time
+    p50_s: float = math.nan  # p50_s, p95_s: per step; NaN if the part is not measured per step
     p95_s: float = math.nan
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run, a profile, a bench, a tune or an evaluation, ready to be written down."""
+    """A run, profile, bench, tune or evaluation, ready to be shown."""
 
-    name: str  # of several with one name, with the directory
+    name: str  # unique on a page: runs of one name have their directory appended
     directory: str
-    facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
-    verdict: str  # in words
-    parts: tuple[TimePart, ...] = ()  # where the time went
+    headline: str  # answers the question of the page in one or two sentences
+    facts: Mapping[str, str]
+    highlights: tuple[str, ...] = ()  # facts that stand below the headline
+    tone: Literal["good", "bad", ""] = ""
+    commands: tuple[str, ...] = ()  # to type next
+    bars: Bars | None = None  # first chart; None = the parts of the time
+    parts: tuple[TimePart, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[Table, ...] = ()
-    previews: tuple[tuple[int, str], ...] = ()  # pictures, relative to the directory, with the step of each
-    config: Mapping[str, str] = field(default_factory=dict)  # keys and values, by which runs are compared
+    previews: tuple[tuple[int, str], ...] = ()  # step and path (relative to `directory`) of each picture
+    config: Mapping[str, str] = field(default_factory=dict)  # keys and values, for comparing runs
     config_text: str = ""
-    parts_note: str = PARTS_NOTE  # what the parts hold
+    parts_note: str = PARTS_NOTE
 
     @property
-    def time_table(self) -> Table:
-        """A row for each part of the time, and the total."""
-        total = TimePart("total", "", math.fsum(p.total_s for p in self.parts), math.fsum(p.share for p in self.parts))
+    def lead(self) -> Bars | None:
+        """The first chart of the page."""
+        if self.bars or not self.parts:
+            return self.bars
+        bars = (
+            Bar(p.name, p.share, f"{100 * p.share:.1f} %", COLOURS.get(p.name, COLOURS["host"])) for p in self.parts
+        )
+        return Bars("Where the time goes", tuple(bars))
+
+    @property
+    def details(self) -> Table:
+        """Facts that are not highlights."""
+        rows = tuple((label, value) for label, value in self.facts.items() if label not in self.highlights)
+        return Table("Details", ("", ""), rows)
+
+    @property
+    def all_tables(self) -> tuple[Table, ...]:
+        """The parts of the time, then all others."""
+        shown = list(self.parts)
+        if shown:
+            shown.append(TimePart("total", math.fsum(p.total_s for p in shown), math.fsum(p.share for p in shown)))
+        unit, totals = in_one_unit([part.total_s for part in shown])
         rows = tuple(
             (
                 part.name,
-                part.kind,
-                format_duration(part.total_s),
+                total,
                 f"{100 * part.share:.1f} %",
-                *("" if math.isnan(seconds) else format_duration(seconds) for seconds in (part.p50_s, part.p95_s)),
+                *("" if math.isnan(seconds) else format_number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
             )
-            for part in (*self.parts, total)
+            for part, total in zip(shown, totals, strict=True)
         )
-        return Table("Where the time went", ("part", "class", "time", "share", "p50", "p95"), rows, self.parts_note)
+        columns = ("part", f"total, {unit}", "share", "p50 per step, ms", "p95 per step, ms")
+        return filled(Table("Time by part", columns, rows, self.parts_note), *self.tables)
 
     @property
     def text(self) -> str:
-        """What the page says in words and tables, for a terminal."""
-        lines = [self.name, "", self.verdict, "", *(f"{label}: {value}" for label, value in self.facts.items())]
-        tables = (*([self.time_table] if self.parts else []), *self.tables)
-        return "\n".join([*lines, *(f"\n{table.text}" for table in tables)])
+        """Headline, facts and tables for a terminal."""
+        lines = [self.name, "", self.headline, *(f"Next: {command}" for command in self.commands), ""]
+        lines += [f"{label}: {self.facts[label]}" for label in self.highlights if label in self.facts]
+        return "\n".join([*lines, *(f"\n{table.text}" for table in filled(*self.all_tables, self.details))])
 
 
 FOLDER = "reports"
@@ -125,40 +207,32 @@ _MOST_PICTURES = 6
 _WIDTH, _WIDTH_OF_MANY = 640, 360
 
 
-def write_page(
-    folder: Path,
-    name: str,
-    reports: Sequence[RunReport],
-    made: str,
-    pictures: Sequence[Picture] = (),
-    tables: Sequence[Table] = (),
-    charts: Sequence[Chart] = (),
-) -> None:
-    """Write NAME.html (for up to eight runs of less than 2 MB), whole or not at all, without secrets.
-
-    Args:
-        made: when and by which command.
-        pictures: in addition to the previews of the runs.
-        tables, charts: of the comparison of several runs.
+def write_page(folder: Path, name: str, html: str) -> None:
+    """Write NAME.html atomically.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    shown = ([*each] for each in (pictures, tables, charts))
-    page = render_html(redacted([*reports]), redact(made), *(redacted(each) for each in shown))
     with storage_errors(f"the report {folder / name}.html", "free some space or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{name}.html", page.encode())
+        write_atomically(folder / f"{name}.html", html.encode())
 
 
 def render_html(
     reports: Sequence[RunReport],
     made: str,
     pictures: Sequence[Picture] = (),
-    tables: Sequence[Table] = (),
-    charts: Sequence[Chart] = (),
+    comparison: RunReport | None = None,
+    refresh_s: int = 0,
 ) -> str:
-    """The page with the previews of the runs, which it reads; where many share it, curves have fewer points."""
+    """Render the page (below 2 MB for up to eight runs), without secrets.  Reads the preview pictures of the runs.
+
+    Args:
+        made: when and by which command.
+        pictures: in addition to the previews.
+        comparison: what differs between several runs; comes first.
+        refresh_s: seconds after which a browser reloads the page; 0 = never.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -167,31 +241,31 @@ def render_html(
     )  # fmt: skip
     points = max(POINTS // len(reports), 30)
     shown = [*pictures, *_previews(reports)]
+    every = redacted([*([comparison] if comparison else []), *reports])
     return environment.get_template("page.html").render(
-        title=" and ".join(report.name for report in reports),
-        reports=[(each, [draw(thinned(chart, points)) for chart in each.charts]) for each in reports],
-        made=made,
-        pictures=[(each.caption, each.data and base64.b64encode(each.data).decode("ascii")) for each in shown],
-        tables=tables,
-        charts=[draw(chart) for chart in charts],
+        title=every[0].name,
+        reports=[(each, [draw(thinned(chart, points)) for chart in each.charts]) for each in every],
+        made=redact(made),
+        pictures=[(redact(each.caption), each.data and base64.b64encode(each.data).decode()) for each in shown],
+        refresh_s=refresh_s,
     )
 
 
 def _previews(reports: Sequence[RunReport]) -> list[Picture]:
-    """Six previews of the whole course of a run, or the last ones of several; reads files."""
+    """Six previews spread over a run, or the last previews of several runs; reads files."""
     most = max(_MOST_PICTURES // len(reports), 1)
     width = _WIDTH if len(reports) <= _MOST_PICTURES else _WIDTH_OF_MANY
     found = []
     for report in reports:
         every, last = max((len(report.previews) - 1) / max(most - 1, 1), 1), len(report.previews) - 1
-        places = {round(last - every * place) for place in range(min(most, last + 1))}
-        for step, name in (report.previews[place] for place in sorted(places)):
+        indices = {round(last - every * index) for index in range(min(most, last + 1))}
+        for step, name in (report.previews[index] for index in sorted(indices)):
             found.append(Picture(f"{report.name}, step {step}", _small(Path(report.directory) / name, width)))
     return found
 
 
 def _small(path: Path, width: int) -> bytes | None:
-    """A JPEG; None where the file cannot be read."""
+    """A JPEG; None if the file cannot be read."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -199,25 +273,25 @@ def _small(path: Path, width: int) -> bytes | None:
         with Image.open(path) as image:
             image.thumbnail((width, 2 * width), Image.Resampling.LANCZOS)
             image.convert("RGB").save(file, format="JPEG", quality=75)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # as Pillow has it
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow raises all of them
         return None
     return file.getvalue()
 
 
 def _printable(value: Any) -> Any:
-    """Of a text, a question mark in place of each character that XML does not allow."""
+    """Replace characters that XML does not allow by question marks."""
     if type(value) is not str:
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
 
 
 def made_by(command: str) -> str:
-    """When a page was made, and by what."""
+    """`Made 2026-11-26 12:00:00 UTC by: COMMAND`."""
     return f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
 
 
 def new_folder(parent: Path) -> Path:
-    """A folder named by the time of day that is not there yet."""
+    """A folder named by the time that does not exist yet."""
     name = time.strftime("%Y%m%d_%H%M%S")
     names = [name, *(f"{name}_{count}" for count in range(2, 1000))]
     return next(parent / each for each in names if not (parent / each).exists())

@@ -1,7 +1,8 @@
-"""What a run directory holds, read once for a report: steps as columns, other records as they are.  Does I/O alone."""
+"""Reads a run directory for a report: steps as columns, other records unchanged.  Does I/O."""
 
 from __future__ import annotations
 
+import gzip
 import heapq
 import math
 from array import array
@@ -20,7 +21,7 @@ from vesuvius.monitor.post_mortem import headline as death_headline
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, iter_records, run_starts
+from vesuvius.runlog.records import Record, current_records, iter_records, records_in, run_starts
 
 Column = NDArray[np.float64]
 
@@ -37,35 +38,33 @@ _SYSTEM_FIELDS = (
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What was recorded, without what a resume has superseded."""
+    """The records of a run, without those that a resume superseded."""
 
     path: Path
     columns: Mapping[str, Column]  # of the steps, by the names of `STEP_FIELDS`; NaN is not known
-    first: NDArray[np.bool_]  # whether a step is the first of a session, which holds the start of the readers
-    # timed: whether a step was made with the settings of the last session, so that its times tell of these; changed:
-    # which of the keys that matter to times a session before it changed last, empty where none did
-    timed: NDArray[np.bool_]
-    changed: tuple[str, ...]
+    first: NDArray[np.bool_]  # whether a step is the first of its session, and includes starting the readers
+    timed: NDArray[np.bool_]  # whether a step was made with the latest settings that its times may depend on
+    changed: tuple[str, ...]  # the keys of these settings that changed before the first timed step
     system: Sequence[Record]  # the monitor's records, in order of time
-    others: Sequence[Record]  # records of metrics.jsonl that are no steps, in order
+    others: Sequence[Record]  # records of metrics.jsonl that are not steps, in order
     sessions: Sequence[Record]  # each `run_start` and `run_end`, superseded or not
-    # time, step and headline of each process that died, and whether it did not choose its end itself
+    # time, step and headline of each process that died, and whether it was killed from outside
     deaths: Sequence[tuple[float, int, str, bool]]
-    config: Mapping[str, Any]  # the resolved config as plain data; empty where it cannot be read
+    config: Mapping[str, Any]  # the resolved config as plain data; empty if it cannot be read
     config_text: str
     environment: Mapping[str, Any]
-    state: str  # what the run is doing now, in words
+    state: str  # `running`, `killed`, `ended with exit code 0: CAUSE`, ...
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of one kind that is neither `step` nor `system`."""
+        """The records of a kind other than `step` and `system`."""
         return [record for record in self.others if record["kind"] == kind]
 
 
 def read_run(path: Path) -> RunRecords:
-    """Read a run directory, whatever is there of it; torn lines and missing files are passed over."""
+    """Read a run directory; torn lines and missing files are skipped."""
     sessions: list[Record] = []
     metrics = _metrics(path / "metrics.jsonl", sessions)
-    merged = heapq.merge(metrics, _system(path / "system.jsonl"), key=_time)
+    merged = heapq.merge(metrics, _system(path), key=_time)
     steps = {name: array("d") for name in STEP_FIELDS}
     first: list[bool] = []
     system: list[Record] = []
@@ -111,21 +110,21 @@ def read_run(path: Path) -> RunRecords:
 
 
 def figure(value: object) -> float:
-    """A number of a record; NaN for null and whatever is none."""
+    """A number of a record; NaN for null and anything else."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _changed_keys(start: Record) -> tuple[str, ...]:
-    """Keys that a session changed and that a step's time may depend on; its record has `key: was A, is B` of each."""
+    """Keys that a session changed (recorded as `key: was A, is B`) and that a step's time may depend on."""
     lines = [line for name in ("drift", "accepted") for line in start.get(name) or [] if isinstance(line, str)]
     keys = [line.partition(":")[0] for line in lines if ": was " in line]
     return tuple(key for key in keys if not key.startswith(SAME_SPEED))
 
 
 def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
-    """A line at a time, a step with what is needed of it: a long run's file is larger than one wants in memory.
+    """The records of metrics.jsonl, with only the needed fields of each step: a long run's file exceeds memory.
 
-    `sessions` takes each begin and end of a session: a resume from an earlier step supersedes those too.
+    `sessions` receives each start and end of a session, also those that a later resume superseded.
     """
     with suppress(OSError):
         for record in _placed(iter_records(path)):
@@ -135,14 +134,16 @@ def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
             yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
 
 
-def _system(path: Path) -> Iterator[Record]:
-    with suppress(OSError):
-        for record in _placed(iter_records(path)):
-            yield {name: record.get(name) for name in _SYSTEM_FIELDS}
+def _system(run: Path) -> Iterator[Record]:
+    """The records of the monitor; older versions compressed earlier ones into system.NNNNNN.jsonl.gz."""
+    for path in (*sorted(run.glob("system.*.jsonl.gz")), run / "system.jsonl"):
+        with suppress(OSError, EOFError), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for record in _placed(records_in(lines)):
+                yield {name: record.get(name) for name in _SYSTEM_FIELDS}
 
 
 def _placed(records: Iterable[Record]) -> Iterator[Record]:
-    """Those with a kind, and with a step where theirs needs one."""
+    """The records that have a kind, and a step if their kind needs one."""
     for record in records:
         needs_step = record.get("kind") in ("step", "run_start")
         if isinstance(record.get("kind"), str) and isinstance(record.get("step"), int if needs_step else int | None):
@@ -165,7 +166,7 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
 
 
 def _mapping(text: str) -> Mapping[str, Any]:
-    """YAML, of which JSON is a part."""
+    """A mapping parsed from YAML or JSON; empty if it cannot be parsed."""
     try:
         found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:

@@ -79,7 +79,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
     session = read_session(next(folder.glob("cells/*/session.json")))
     assert session is not None
     assert not psutil.pid_exists(session.pid), "no orphan"
-    assert "the baseline was not measured" in capsys.readouterr().out
+    assert "the baseline could not be measured" in capsys.readouterr().out
     shutil.rmtree(folder)
     assert bench() == EXIT_OK
 

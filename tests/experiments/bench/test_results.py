@@ -17,11 +17,11 @@ from vesuvius.experiments.bench.results import (
     Result,
     band,
     build_page,
+    headline,
     make_cells,
     parse_axis,
     results_of,
     table_of,
-    verdict,
 )
 from vesuvius.experiments.bench.session import measure_rounds
 from vesuvius.experiments.trainer import TrialInterrupted
@@ -141,21 +141,22 @@ def ranked(failed: int | None = None) -> list[Measurement]:
 def test_a_bench_of_ranks_has_efficiency_and_band() -> None:
     found = results_of(RANKED, ranked())
     assert [each.efficiency for each in found] == [1.0, pytest.approx(0.95), pytest.approx(0.55)]
-    assert (
-        "training.ranks=4 is 2.20 times as fast as training.ranks=1 (2.20 to 2.20 times as fast) (acceptable)"
-        in verdict(found)
-    )
-    assert {"efficiency", "exchange"} <= set(table_of(found).columns)
+    words = "training.ranks=4 is fastest: 2.20 times as fast as training.ranks=1 (2.20 to 2.20 times as fast)."
+    assert headline(found) == words
+    assert {"efficiency", "exchange, s"} <= set(table_of(found).columns)
+    (scaling,) = build_page("n", "d", {}, found, "", "vesuvius train").charts
+    measured, ideal = scaling.series
+    assert ideal.mid.tolist() == [measured.mid[0] * count for count in (1, 2, 4)]
     assert [row[0] for row in table_of(found).rows] == [cell.label for cell in RANKED]
 
 
 def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
     found = results_of(RANKED, ranked(failed=2))
     assert found[2].cause == "gpu_memory: needs 90 GiB"
-    assert "failed: training.ranks=4" in verdict(found)
+    assert headline(found).endswith("Failed: training.ranks=4.")
     found = results_of(RANKED, ranked(failed=0))
     assert [each.speed for each in found] == [None, None, None]
-    assert "training.ranks=1 was not measured, so nothing" in verdict(found)
-    page = build_page("n", "d", {}, found, "")
+    assert headline(found).startswith("Nothing could be compared: training.ranks=1 could not be measured")
+    page = build_page("n", "d", {}, found, "", "vesuvius train")
     assert ("training.ranks=1", "gpu_memory: needs 90 GiB") in page.tables[1].rows
-    assert "VRAM" not in page.tables[0].columns, "no empty column"
+    assert "VRAM, GiB" not in page.tables[0].columns, "no empty column"

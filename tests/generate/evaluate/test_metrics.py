@@ -72,7 +72,7 @@ def test_copies_of_training_patches_are_called_memorised_and_nothing_else() -> N
     assert copied.beyond
     assert copied.values["generated"] > 0.7
     assert copied.values["held_out"] < 0.1
-    assert "Memorised" in verdict(found)
+    assert "Memorized" in verdict(found)
     assert not metrics(found)["histogram_distance"].beyond
 
 
@@ -175,10 +175,10 @@ def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
         Metric("copies", "five", {}, 0.3, None, 0.5),
     ]
     said = verdict(Comparison(tuple(metrics), {}))
-    assert "Beyond the floor: one. Unlike held out: two. Unknown: four." in said
-    assert said.endswith("No sign of memorised training voxels among those that were searched.")
+    assert said.startswith("Generated patches fail 2 of 5 metrics: one, two (unknown: four).")
+    assert said.endswith("No sign of memorized training voxels in the searched part.")
     assert [row[1] for row in metric_table(metrics).rows] == [
-        "beyond the floor", "unlike held out", "at the floor", "unknown", "as held out"
+        "✗ beyond the floor", "✗ unlike held out", "✓ at the floor", "? unknown", "✓ as held out"
     ]  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> Non
     text = json.dumps(plain(found), allow_nan=False)
     assert json.loads(text)["figures"]["copies"]["values"]["generated"] is None
     assert metrics(found)["copies"].reading == "unknown"
-    assert "memorised is unknown" in verdict(found)
+    assert "memorized is unknown" in verdict(found)
     assert permutation_p(math.nan, [0.0] * 499) is math.nan
     assert math.isnan(permutation_p(0.0, [math.nan] * 499))
 

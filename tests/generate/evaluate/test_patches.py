@@ -95,7 +95,7 @@ def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(
     found = judged(source, GeneratedPatches(stored, None))
     beyond = {metric.key for metric in found.metrics if metric.beyond}
     assert {"correlation_distance"} <= beyond <= {"correlation_distance", "auc"}
-    assert verdict(found).startswith("Beyond the floor: correlation distance.")
+    assert verdict(found).startswith("Generated patches fail 1 of 9 metrics: correlation distance")
 
 
 def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_orientation(tmp_path: Path) -> None:

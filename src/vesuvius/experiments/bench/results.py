@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import yaml
 
 from vesuvius.errors import ConfigError
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
-from vesuvius.report.page import RunReport, Table, filled
-from vesuvius.runlog.units import format_number, format_percent, format_size, format_speed, quantile
+from vesuvius.report.curves import COLOURS, Chart, banded, chart
+from vesuvius.report.page import Bar, Bars, RunReport, Table, filled
+from vesuvius.runlog.units import format_gib, format_number, format_percent, format_speed, quantile
+
+_BARS = "Median of the rounds; the mark spans minimum to maximum.  x: speed relative to the baseline."
 
 Axis = tuple[str, tuple[str, ...]]
 """A config key and the values to measure it with, as they are typed."""
@@ -23,9 +27,9 @@ BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf
 """Least efficiency of each band of scaling, the best first: every efficiency is in one of them."""
 
 _NOTE = (
-    "Samples/s: the median of the rounds, with the slowest and the fastest.  Times as fast: the mean of the ratios "
-    "within a round; all intervals together are wrong in 5 % of the benches.  Start: seconds until "
-    "the steady state, beyond the usual time of its steps.  Efficiency: the speed per rank over that of the first cell."
+    "samples/s: median of the rounds, with minimum and maximum.  Speed: mean of the ratios within a round; all "
+    "intervals together are wrong in 5 % of the benches.  Start: time to the steady state beyond the "
+    "usual time of its steps.  Efficiency: speed per rank relative to the first cell."
 )
 
 
@@ -165,74 +169,109 @@ def _median(values: Sequence[float | None]) -> float | None:
     return quantile(known, 0.5) if known else None
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """The results in sentences, the fastest first."""
-    base, said = results[0], []
+def headline(results: Sequence[Result]) -> str:
+    """The fastest cell and its gain over the baseline, in a sentence; then what failed."""
+    base = results[0]
     reference = base.label if "=" in base.label else f"the {base.label}"
+    compared = [each for each in results if each.speed is not None]
+    best = max(compared, key=lambda each: each.speed.gain if each.speed else 0.0, default=None)
     if base.samples_s is None:
-        said.append(f"{reference} was not measured, so nothing is compared with it")
-    for each in sorted(results, key=lambda result: -result.speed.gain if result.speed else 0.0):
-        if each.speed is not None:
-            words = "" if each.efficiency is None else f" ({band(each.efficiency)})"
-            said.append(f"{each.label} is {speed_words(each.speed, reference)}{words}")
-    if failed := [each.label for each in results if each.cause]:
-        said.append(f"failed: {', '.join(failed)}")
-    return "; ".join(said) or "nothing could be measured"
+        words = f"Nothing could be compared: {reference} could not be measured"
+    elif best is None or best.speed is None:
+        words = f"No other cell was measured; {reference}: {format_number(base.samples_s)} samples/s"
+    elif best.speed.differs and best.speed.gain > 0:
+        words = f"{best.label} is fastest: {speed_words(best.speed, reference)}"
+    elif best.speed.gain > 0:
+        words = (
+            f"No cell is measurably faster than {reference}; best: {best.label}, {speed_words(best.speed, reference)}"
+        )
+    else:
+        words = f"No cell is faster than {reference}"
+    failed = [each.label for each in results if each.cause]
+    return words + (f".  Failed: {', '.join(failed)}." if failed else ".")
 
 
 def speed_words(speed: Comparison, reference: str) -> str:
-    """`15 % faster than the baseline (12 to 18 % faster)`, and whether the difference is significant."""
+    """`15 % faster than the baseline (12 to 18 % faster)`."""
     words = format_speed(1 + speed.gain)
-    words += f" {'as' if words.endswith('as fast') else 'than'} {reference} ({span_words(speed)}"
-    return words + (")" if speed.differs else "; not significant)")
+    return f"{words} {'as' if words.endswith('as fast') else 'than'} {reference} ({interval(speed)})"
 
 
-def span_words(speed: Comparison) -> str:
-    """`12 to 18 % faster`, or that there is no interval."""
+def interval(speed: Comparison) -> str:
+    """`12 to 18 % faster`, or that there is none."""
     return format_speed(*(1 + end for end in speed.ends)) if speed.ends else "one round"
 
 
 def build_page(
-    name: str, directory: str, facts: Mapping[str, str], results: Sequence[Result], config_text: str
+    name: str, directory: str, facts: Mapping[str, str], results: Sequence[Result], config_text: str, train: str
 ) -> RunReport:
-    """The report of a bench."""
+    """The report of a bench; `train` is the command that trains with the baseline, without its overrides."""
+    base = results[0]
+    sure = [each for each in results if each.speed and each.speed.differs and each.speed.gain > 0]
+    best = max(sure, key=lambda each: each.speed.gain if each.speed else 0.0, default=None)
     failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
     return RunReport(
         name=name,
         directory=directory,
         facts=facts,
-        verdict=verdict(results),
+        headline=headline(results),
+        tone="bad" if base.samples_s is None else "good" if best else "",
+        commands=(shlex.join([*shlex.split(train), *best.overrides]),) if best else (),
+        bars=Bars("Samples/s", tuple(_bar(each, results) for each in results if each.rates), _BARS),
+        charts=tuple(_scaling(results)),
         tables=filled(table_of(results), failed),
         config_text=config_text,
     )
 
 
+def _bar(result: Result, results: Sequence[Result]) -> Bar:
+    rates, speed, rate = result.rates.values(), result.speed, result.samples_s or 0.0
+    text = f"{format_number(rate)}" if speed is None else f"{format_number(rate)}: {format_number(1 + speed.gain)}x"
+    is_sure = bool(speed and speed.differs)
+    colour = "baseline" if result == results[0] else "best" if is_sure and speed and speed.gain > 0 else "compute"
+    return Bar(result.label, rate, text, COLOURS[colour], min(rates), max(rates))
+
+
+def _scaling(results: Sequence[Result]) -> list[Chart]:
+    """Samples/s over the number of ranks with the line of ideal scaling; empty for a bench of other keys."""
+    known = [(each.ranks, each.samples_s, each.rates.values()) for each in results if each.ranks and each.samples_s]
+    if len(known) < 2:
+        return []
+    ranks, rates = [float(count) for count, *_ in known], [rate for _, rate, _ in known]
+    measured = banded("measured", ranks, rates, [min(each) for *_, each in known], [max(each) for *_, each in known])
+    ideal = banded("ideal", ranks, [rates[0] * count / ranks[0] for count in ranks])
+    series = [measured, ideal and replace(ideal, dashed=True)]
+    return chart("scaling", "Scaling", "samples/s", series, x_label="ranks")
+
+
 def table_of(results: Sequence[Result]) -> Table:
-    """A row for each cell; a column that is known of none is left out."""
-    rows = [_row(each, place == 0) for place, each in enumerate(results)]
-    columns = [name for name in rows[0] if any(row.get(name, "-") not in ("", "-") for row in rows)]
-    cells = tuple(tuple(row.get(name, "-") for name in columns) for row in rows)
-    return Table("Results", tuple(columns), cells, _NOTE)
+    """A row for each cell."""
+    rows = [_row(each, index == 0) for index, each in enumerate(results)]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows), _NOTE)
 
 
 def _row(result: Result, is_base: bool) -> dict[str, str]:
     figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
-    rate = "failed" if result.cause and result.samples_s is None else format_number(result.samples_s)
-    if len(ends) > 1:
-        rate += f" ({format_number(ends[0])} to {format_number(ends[-1])})"
-    row = {"cell": result.label, "samples/s": rate, "speed": "baseline" if is_base else "-"}
-    if speed is not None:
-        row["speed"] = f"{format_speed(1 + speed.gain)} ({span_words(speed)})"
-    row["rounds"] = str(len(ends))
+    row = {
+        "cell": result.label,
+        "samples/s": format_number(result.samples_s),
+        "min to max": f"{format_number(ends[0])} to {format_number(ends[-1])}" if len(ends) > 1 else "-",
+        "speed": "baseline" if is_base else f"{format_number(1 + speed.gain)}x" if speed else "-",
+        "interval": " to ".join(f"{1 + end:.2f}" for end in speed.ends) if speed else "-",
+    }
     if result.ranks:
         row |= {
-            "efficiency": format_percent(result.efficiency),
-            "exchange": f"{format_number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
+            "efficiency": f"{format_percent(result.efficiency)} {band(result.efficiency)}"
+            if result.efficiency
+            else "-",
+            "exchange, s": format_number(figures.get("comm_s")),
         }
     return row | {
+        "rounds": str(len(ends)),
         "step, s": format_number(figures.get("step_s")),
         "start, s": format_number(result.start_s),
         "data wait": format_percent(figures.get("data_share")),
-        "RAM of rank 0" if result.ranks else "RAM": format_size(figures.get("ram_bytes")),
-        "VRAM": format_size(figures.get("vram_bytes")),
+        "RAM, GiB": format_gib(figures.get("ram_bytes")),
+        "VRAM, GiB": format_gib(figures.get("vram_bytes")),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from vesuvius.experiments.folder import locked, signals_to, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
-from vesuvius.report.page import RunReport, made_by, new_folder, write_page
+from vesuvius.report.page import RunReport, made_by, new_folder, render_html, write_page
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, format_number, format_size
@@ -220,6 +221,7 @@ def _write(
     }
     write_figures(folder / "benchmark_results.json", figures)
     title = f"{config.name}: bench of {len(results)} cells"
-    page = build_page(title, str(folder), facts, results, dump_config(config))
-    write_page(folder, PAGE, [page], made)
+    train = shlex.join(["vesuvius", "train", "--config", str(request.source), *request.overrides])
+    page = build_page(title, str(folder), facts, results, dump_config(config), train)
+    write_page(folder, PAGE, render_html([page], made))
     return (EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR), page

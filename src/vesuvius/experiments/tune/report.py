@@ -1,4 +1,4 @@
-"""What a tune says of its findings: options A, B and C, the page, the lines of the log, and the tuned config.
+"""The output of a tune: options A, B and C, page, log lines and tuned config.
 
 The tuned config `extends` the source and sets the keys that differ, each with its reason: `workers: 6  # was 2; ...`.
 """
@@ -21,8 +21,9 @@ from vesuvius.experiments.tune.measurement import Block, Planner, SearchSpace, S
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, SHOWN, Search
-from vesuvius.report.page import RunReport, Table, filled
-from vesuvius.runlog.units import format_count, format_duration, format_number, format_percent, format_size
+from vesuvius.report.curves import COLOURS
+from vesuvius.report.page import Bar, Bars, RunReport, Table, filled, in_one_unit
+from vesuvius.runlog.units import format_count, format_duration, format_gib, format_number, format_percent, format_size
 
 MARK = "Written by vesuvius tune"
 """Begins the header: a file that does not begin so belongs to the user and is never replaced."""
@@ -31,12 +32,10 @@ SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
 
 _GAIN = 0.01  # a step beyond what was measured has to promise more
-_OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
-_BLOCK_COLUMNS = ("#", "stage", "measured", "changes", "samples/s", "waited for data", "RAM", "took", "ended", "why")
 _LONGEST_VALUE = 60  # characters of the value before, in a comment of the tuned config
 _NOTE = (
-    "~ = predicted.  Times are of training steps alone, without validation, saving and pictures.  Memory risk: how "
-    "near the peak of the whole run comes to the limits: low below 70 %, medium below 90 %."
+    "~ = predicted.  Times are of training steps alone, without validation, checkpoints and previews.  Memory risk: "
+    "peak of a full run relative to the limits: low below 70 %, medium below 90 %."
 )
 
 
@@ -45,22 +44,22 @@ class Option:
     """A setting to choose."""
 
     name: str
-    measured: bool  # whether the whole run was measured with it; else its figures are predicted
-    samples_s: float | None  # None where nothing is known, and then the times are None too
-    ram_bytes: int  # peak of the whole run, as vram_bytes, which is None on a CPU
-    vram_bytes: int | None
+    measured: bool  # whether full runs were measured; otherwise the figures are predicted
+    samples_s: float | None  # None = not known, and so are the times
+    ram_bytes: int  # peak of a full run
+    vram_bytes: int | None  # peak of a full run; None on a CPU
     step_s: float | None
     total_s: float | None  # of all training steps
     risk: Risk
-    overrides: tuple[str, ...]  # what to write behind `vesuvius train` with the source config
-    words: str  # why this one
+    overrides: tuple[str, ...]  # for `vesuvius train` with the source config
+    words: str  # reason for this option
 
 
 def build_options(found: Recommendation, search: Search, steps: int) -> list[Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
     Args:
-        steps: optimizer steps of the whole run.
+        steps: optimizer steps of a full run.
     """
     rates, memory, source, best, space = search.rates, search.memory, search.base, found.best, search.space
 
@@ -69,7 +68,7 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
 
     smaller = [replace(best, workers=workers) for workers in range(1, best.workers + 1)]
     fit = [s for s in smaller if rate(best) and rate(s) >= SLOWEST * rate(best) and memory.obstacle(s) is None]
-    lean = min([best, *fit], key=memory.run_ram_bytes)
+    smallest = min([best, *fit], key=memory.run_ram_bytes)
     beyond = (
         *rates.runs(),
         replace(best, workers=min(2 * max(best.workers, 1), space.most_workers)),
@@ -77,10 +76,10 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     )
     faster = (s for s in beyond if rate(s) > (1 + _GAIN) * rate(best) > 0 and memory.obstacle(s) is None)
     fast = next(faster, best)
-    how = "measured, though not surely" if rates.of("run", fast) else "predicted"
+    how = "measured, not confirmed" if rates.of("run", fast) else "predicted"
     chosen = {
-        "A conservative": (lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"),
-        "B balanced": (best, "the config as it is" if best == source else "what to run"),
+        "A conservative": (smallest, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(smallest, best)}"),
+        "B balanced": (best, "the unchanged config" if best == source else "recommended"),
         "C aggressive": (fast, f"faster, as {how}: {in_words(fast, best)}"),
     }
 
@@ -97,45 +96,41 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
             total_s=step_s and step_s * steps,
             risk=memory.risk(setting),
             overrides=tuple(setting.overrides(source)),
-            words="the same as B: nothing else fits and promises more" if setting == best and name[0] != "B" else words,
+            words="same as B: nothing else fits and promises more" if setting == best and name[0] != "B" else words,
         )
 
     return [option(name, *each) for name, each in chosen.items()]
 
 
-def headline(found: Recommendation) -> str:
-    """What came of it, in one line."""
+def headline(found: Recommendation, source: Setting) -> str:
+    """The result in one sentence, the gain first."""
     if found.certainty == "none":
-        return f"no recommendation: {found.reason}"
+        return f"No recommendation: {found.reason}"
     if found.certainty == "unchanged":
-        return f"{'nothing to change' if found.complete else 'no gain found yet'}: {found.reason}"
-    gain, sure = found.gain, "B, likely, not sure" if found.certainty == "likely" else "B"
+        return f"{'Keep the config' if found.complete else 'No gain found yet'}: {found.reason}"
+    gain, changes = found.gain, in_words(found.best, source)
     if gain is None:
-        times = "not known how many" if found.predicted is None else f"{1 + found.predicted:.2f}"
-        proof = "as readers alone and steps alone predict; no whole run was compared"
-        return f"{sure}: {times} times the samples/s, {proof}"
-    pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of blocks in turn"
-    ends = [f"{1 + end:.2f}" for end in gain.ends]
-    proof = f"95 %: {' to '.join(ends)}, {pairs}" if ends else f"{pairs}: no interval"
-    return f"{sure}: {1 + gain.gain:.2f} times the samples/s ({proof})"
+        times = "An unknown number of" if found.predicted is None else f"{1 + found.predicted:.2f}"
+        return f"{times} times as fast, predicted from readers and steps measured alone: {changes}"
+    pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of blocks"
+    ends = " to ".join(f"{1 + end:.2f}" for end in gain.ends)
+    proof = f"95 %: {ends}, {pairs}" if ends else f"{pairs}, no interval"
+    likely = "Likely " * (found.certainty == "likely")
+    return f"{likely}{1 + gain.gain:.2f} times as fast ({proof}): {changes}"
 
 
 def summary(found: Recommendation, search: Search) -> dict[str, str]:
-    """What held the baseline up, what to change, what that gives, and why it ended."""
-    rates, source = search.rates, search.base
-    base = rates.of("run", source)
+    """Bottleneck of the baseline, what the tuned config lacks, and why the tune ended."""
+    base = search.rates.of("run", search.base)
     alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
-    lines = {
-        "Bottleneck": (base[-1].text if base else "") or alone,
-        "What to change": in_words(found.best, source),
-    }
+    lines = {"bottleneck before": (base[-1].text if base else "") or alone}
     if found.written != found.best:
-        lines["In the tuned config"] = f"nothing: B was not measured in at least {SHOWN} pairs with the config as it is"
-    return lines | {"Why it ended": found.reason}
+        lines["tuned config"] = f"no change yet: B was not compared with the config in at least {SHOWN} pairs"
+    return lines | {"end of the tune": found.reason}
 
 
 def block_line(number_of: int, block: Block) -> str:
-    """The line for the end of a block."""
+    """The log line at the end of a block."""
     begin = f"Block {number_of} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
         return begin + _end_words(block)
@@ -145,9 +140,9 @@ def block_line(number_of: int, block: Block) -> str:
 
 
 def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
-    """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
+    """The lines of `--dry-run`: limits, budget, and the planned memory of the settings to try.
 
-    Raises ConfigError: the config does not fit.
+    Raises ConfigError: the config does not fit into memory.
     """
     memory, source = PredictedMemory(space, planner, ()), space.source
     if obstacle := memory.obstacle(source):
@@ -164,7 +159,7 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     )
     lines = []
     for setting in dict.fromkeys(settings):
-        what, obstacle = " ".join(setting.overrides(source)) or "the config as it is", memory.obstacle(setting)
+        what, obstacle = " ".join(setting.overrides(source)) or "the unchanged config", memory.obstacle(setting)
         words = memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting))
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
@@ -172,9 +167,9 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, "
         f"{format_count(space.most_workers, 'worker')}, {f'{space.most_requests} requests, ' if requests else ''}"
         f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
-        f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; may be tried:",
+        f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; settings to try:",
         *lines,
-        "dry run: what is tried of it depends on what is measured; nothing was written",
+        "dry run: the measurements decide which of these are tried; nothing was written",
     ]
 
 
@@ -185,57 +180,95 @@ def build_page(
     search: Search,
     options: Sequence[Option],
     facts: Mapping[str, str],
+    commands: Sequence[str],
     config_text: str,
 ) -> RunReport:
-    """The report; `facts` of the tune as a whole stand beside those of its summary."""
+    """The page of a tune.
+
+    Args:
+        facts: of the tune as a whole, in addition to its summary.
+        commands: to type next.
+    """
     values = [
         (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
         for knob, why in found.reasons.items()
     ]
     blocks = [
         (
-            str(number_of),
+            str(index),
             cell.stage,
             KINDS[cell.kind],
-            " ".join(cell.setting.overrides(search.base)) or "none",
             format_number(block.rate or None),
             format_percent(block.data_share),
-            format_size(block.ram_bytes),
-            format_duration(block.seconds),
-            "ok" if block.ended == "ok" else _end_words(block),
+            format_gib(block.ram_bytes),
+            f"{block.seconds:.0f}",
+            "" if block.ended == "ok" else _end_words(block),
             cell.why,
         )
-        for number_of, (cell, block) in enumerate(zip(search.asked, search.blocks, strict=True))
+        for index, (cell, block) in enumerate(zip(search.asked, search.blocks, strict=True))
     ]
+    columns = ("#", "stage", "measured", "samples/s", "data wait", "RAM, GiB", "took, s", "failure", "why")
     tables = (
-        Table("Options", _OPTION_COLUMNS, tuple(map(_option_row, options)), _NOTE),
-        Table("Why each value", ("key", "before", "now", "why"), tuple(values)),
+        _option_table(options),
+        Table("Reason for each value", ("key", "before", "now", "why"), tuple(values)),
         Table("What was not taken, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
-        Table("All blocks", _BLOCK_COLUMNS, tuple(blocks)),
+        Table("All blocks", columns, tuple(blocks)),
     )
     return RunReport(
         name=f"{name}: tune",
         directory=directory,
         facts={**summary(found, search), **facts},
-        verdict=headline(found),
+        highlights=("bottleneck before", "tuned config"),
+        headline=headline(found, search.base),
+        tone="bad" if found.certainty == "none" else "" if found.certainty == "unchanged" else "good",
+        commands=tuple(commands),
+        bars=_bars(options, search),
         tables=filled(*tables),
         config_text=config_text,
     )
 
 
-def _option_row(option: Option) -> tuple[str, ...]:
-    mark = "" if option.measured else "~"
-    return (
-        option.name,
-        mark + format_number(option.samples_s) if option.samples_s else "-",
-        f"{mark}{format_number(option.step_s)} s" if option.step_s else "-",
-        mark + format_duration(option.total_s) if option.total_s else "-",
-        format_size(option.ram_bytes),
-        format_size(option.vram_bytes),
-        option.risk,
-        " ".join(option.overrides) or "none",
-        option.words,
+def _bars(options: Sequence[Option], search: Search) -> Bars | None:
+    """Samples/s of the unchanged config and of the options that differ."""
+    before = search.rates.expected("run", search.base)
+    if not before:
+        return None
+    mark = "" if search.rates.of("run", search.base) else "~"
+    bars = [Bar("unchanged config", before, mark + format_number(before), COLOURS["baseline"])]
+    for option in options:
+        is_best = option.name[0] == "B"
+        if option.samples_s and option.overrides and (is_best or option.overrides != options[1].overrides):
+            mark = "" if option.measured else "~"
+            text = f"{mark}{format_number(option.samples_s)}: {option.samples_s / before:.2f}x"
+            bars.append(Bar(option.name, option.samples_s, text, COLOURS["best" if is_best else "compute"]))
+    return Bars("Samples/s", tuple(bars), "~ = predicted.  x: speed relative to the unchanged config.")
+
+
+def _option_table(options: Sequence[Option]) -> Table:
+    step_unit, step = in_one_unit([option.step_s for option in options])
+    total_unit, total = in_one_unit([option.total_s for option in options])
+    rows = []
+    for option, step_text, total_text in zip(options, step, total, strict=True):
+        mark = "" if option.measured else "~"
+        speed = (
+            (mark + format_number(option.samples_s), mark + step_text, mark + total_text)
+            if option.samples_s
+            else ("-",) * 3
+        )
+        memory = (format_gib(option.ram_bytes), format_gib(option.vram_bytes), option.risk)
+        rows.append((option.name, *speed, *memory, " ".join(option.overrides) or "none", option.words))
+    columns = (
+        "option",
+        "samples/s",
+        f"step, {step_unit}",
+        f"full run, {total_unit}",
+        "RAM, GiB",
+        "VRAM, GiB",
+        "memory risk",
+        "changes",
+        "why",
     )
+    return Table("Options", columns, tuple(rows), _NOTE)
 
 
 def _end_words(block: Block) -> str:

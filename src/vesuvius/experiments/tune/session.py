@@ -51,7 +51,7 @@ from vesuvius.experiments.tune.report import (
 from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.experiments.tune.survey import planner_of, survey
 from vesuvius.monitor.session import is_alive, read_session
-from vesuvius.report.page import made_by, write_page
+from vesuvius.report.page import made_by, render_html, write_page
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import Record
@@ -221,16 +221,17 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
     commands = _next_commands(request, space, found, tuned)
     spent = f"{len(search.blocks)} blocks in {format_duration(space.budget_s - search.left_s)}"
     facts = {
-        "what to type next": "; ".join(commands),
-        "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
+        "samples/s are of": "one rank" if config.training.ranks != 1 else "the run",
         "blocks": f"{spent} of {format_duration(space.budget_s)}",
-        "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
-        "other programs": space.others or "used less than a tenth of the cores when the tune began",
+        "memory limits": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
+        "other programs": space.others or "less than a tenth of the cores when the tune began",
         **facts_of_this_place(),
     }
-    made, head = made_by(request.command), headline(found)
-    page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
-    write_page(directory, "report", [page], made)
+    made, head = made_by(request.command), headline(found, search.base)
+    page = build_page(
+        config.name, str(directory), found, search, options, facts, commands, dump_config(request.written)
+    )
+    write_page(directory, "report", render_html([page], made))
     figures = {
         "made": made,
         "facts": page.facts,
@@ -255,7 +256,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
 
 
 def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendation, tuned: Path) -> list[str]:
-    """What to type next: train with what was found; where it is not sure, also more of this tune."""
+    """The commands to type next: train with the tuned config and, if the result is not sure, a longer tune."""
     resume = ["--resume"] if run_dir(request.config).exists() else []
     run = shlex.join(["vesuvius", "train", "--config", str(tuned), *resume])
     if found.certainty == "sure" or (found.certainty == "unchanged" and found.complete):
@@ -265,7 +266,7 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
     again += ["--keep", ",".join(request.keep)] if request.keep else []
     if found.certainty == "none":
         return [shlex.join(again)]
-    return [f"{shlex.join(again)} to be surer", run]
+    return [f"{shlex.join(again)}  # more certain", run]
 
 
 def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:

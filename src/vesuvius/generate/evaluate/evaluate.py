@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,21 @@ from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compa
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, generate_samples
-from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.page import FOLDER, Picture, RunReport, Table, made_by, new_folder, write_page
+from vesuvius.report.curves import COLOURS, Chart, banded, chart
+from vesuvius.report.page import (
+    FAIL,
+    FOLDER,
+    PASS,
+    Bar,
+    Bars,
+    Picture,
+    RunReport,
+    Table,
+    made_by,
+    new_folder,
+    render_html,
+    write_page,
+)
 from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -124,18 +137,32 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "patch": format_sizes(patch),
         "time without sampling": format_duration(seconds),
     }
-    table = metric_table(comparison.metrics)
-    tables = table, Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
-    name, charts = f"{config.name}: evaluation", tuple(_charts(comparison))
-    report = RunReport(name, str(info.checkpoint), described, verdict(comparison), charts=charts, tables=tables)
+    report = evaluation_page(config.name, str(info.checkpoint), described, comparison, notes)
     folder = out or new_folder(run_of(info.checkpoint) / FOLDER)
     with atomic_directory(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         rows = {"generated": generated.values, "real": real.held_out.values}
         picture = _montage(staged, rows, config.name, info.data.volumes[asked.volume_index].voxel_size_um)
-        write_page(staged, NAME, [report], made_by(request.command), [picture])
-    return folder, f"{table.text}\n\n{verdict(comparison)}"
+        write_page(staged, NAME, render_html([report], made_by(request.command), [picture]))
+    return folder, f"{report.tables[0].text}\n\n{report.headline}"
+
+
+def evaluation_page(
+    name: str, directory: str, facts: Mapping[str, str], comparison: Comparison, notes: Sequence[str]
+) -> RunReport:
+    """The page of an evaluation; `notes` on how to read the table are added to the general ones."""
+    return RunReport(
+        name=f"{name}: evaluation",
+        directory=directory,
+        headline=verdict(comparison),
+        tone="bad" if any(metric.beyond for metric in comparison.metrics) else "good",
+        facts=facts,
+        highlights=("step", "held out", "patch"),
+        bars=_bars(comparison.metrics),
+        charts=tuple(_charts(comparison)),
+        tables=(replace(metric_table(comparison.metrics), note="  ".join([_HOW, *notes])),),
+    )
 
 
 def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
@@ -174,31 +201,40 @@ def _montage(
 
 
 def verdict(comparison: Comparison) -> str:
-    """What an operator should know first."""
-    named = {
-        reading: ", ".join(metric.name for metric in comparison.metrics if metric.reading == reading)
-        for reading in ("beyond the floor", "unlike held out", "unknown")
-    }
-    found = [f"{reading.capitalize()}: {names}." for reading, names in named.items() if names]
-    if not named["beyond the floor"]:
-        found.insert(0, "No metric is beyond the floor.")
-    copies = next(metric for metric in comparison.metrics if metric.key == COPIES)
+    """The result in one or two sentences: how many metrics fail and which, and whether training voxels are repeated."""
+    metrics = comparison.metrics
+    failed, unknown = ([m.name.partition(",")[0] for m in metrics if m.beyond is beyond] for beyond in (True, None))
+    found = f"Generated patches pass all {len(metrics) - len(unknown)} metrics"
+    if failed:
+        found = f"Generated patches fail {len(failed)} of {len(metrics)} metrics: {', '.join(failed)}"
+    found += f" (unknown: {', '.join(unknown)})." if unknown else "."
+    copies = next(metric for metric in metrics if metric.key == COPIES)
     if copies.beyond:
         shares = "{generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance)"
-        found.append(f"Memorised: {shares.format(**copies.values)}.")
-    elif copies.beyond is None:
-        found.append("Whether training voxels are memorised is unknown: too few patches have texture.")
-    else:
-        found.append("No sign of memorised training voxels among those that were searched.")
-    return " ".join(found)
+        return f"{found} Memorized: {shares.format(**copies.values)}."
+    if copies.beyond is None:
+        return f"{found} Whether training voxels are memorized is unknown: too few patches have texture."
+    return f"{found} No sign of memorized training voxels in the searched part."
+
+
+def _bars(metrics: Sequence[Metric]) -> Bars:
+    """Distances of the metrics that have a floor, relative to it."""
+    bars = []
+    for metric in metrics:
+        ratio = abs(metric.distance / metric.floor) if metric.floor else math.nan
+        if metric.beyond is not None and math.isfinite(ratio):
+            sign, colour = (FAIL, COLOURS["data wait"]) if metric.beyond else (PASS, COLOURS["best"])
+            bars.append(Bar(metric.name, ratio, f"{sign}{ratio:.2g}x", colour))
+    note = "1x: as far from held-out patches as training patches are.  ✗: farther than chance allows."
+    return Bars("Distance from held-out patches, relative to training patches", tuple(bars), note, limit=1.0)
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
-    """One line per metric."""
+    """One row per metric."""
     rows = [
         (
             metric.name,
-            metric.reading + (f"; {metric.note}" if metric.note else ""),
+            {True: FAIL, False: PASS, None: "? "}[metric.beyond] + metric.reading,
             *(_number(metric.values[of]) if of in metric.values else "" for of in _NAMES),
             _number(metric.distance),
             "" if metric.floor is None else _number(metric.floor),
@@ -206,7 +242,7 @@ def metric_table(metrics: Sequence[Metric]) -> Table:
         )
         for metric in metrics
     ]
-    columns = ("metric", "reading", *_NAMES.values(), "distance", "real against real", "p")
+    columns = ("metric", "result", *_NAMES.values(), "distance", "floor", "p")
     return Table("Generated against real patches", columns, tuple(rows))
 
 

@@ -1,0 +1,67 @@
+"""`vesuvius report RUN --serve`: the page over HTTP on this machine; the browser reloads it while the runs train."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from vesuvius.errors import ConfigError
+from vesuvius.report.model import build, page_of
+from vesuvius.report.records import read_run
+
+HOST = "127.0.0.1"
+_REFRESH_S = 10
+_OVER = ("ended", "killed")
+
+
+class LivePage:
+    """The page, rebuilt for a request unless the last one is recent: at most a fifth of the time is spent building."""
+
+    def __init__(self, runs: Sequence[Path], command: str) -> None:
+        self._runs, self._command = runs, command
+        self._lock, self._page, self._fresh_until = threading.Lock(), b"", 0.0
+
+    def get(self) -> bytes:
+        """The page; threads may call this."""
+        with self._lock:
+            if (began := time.monotonic()) >= self._fresh_until:
+                records = [read_run(run) for run in self._runs]
+                is_over = all(each.state.startswith(_OVER) for each in records)
+                reports = [build(each) for each in records]
+                self._page = page_of(reports, self._command, 0 if is_over else _REFRESH_S).encode()
+                now = time.monotonic()
+                self._fresh_until = now + max(_REFRESH_S / 2, 4 * (now - began))
+            return self._page
+
+
+def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
+    """Bind a server of the page on 127.0.0.1; port 0 = any free one.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404)
+                return
+            body = page.get()
+            with suppress(ConnectionError):  # the browser went away
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Requests are not logged."""
+
+    try:
+        return ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"Cannot serve on {HOST}:{port}: {error}; choose another port with --serve PORT") from error

@@ -1,0 +1,73 @@
+"""`vesuvius report RUN --serve`: a real server and real requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.recorded_runs import BEGAN, lines, run_end, run_start, session_file, step, write_run
+from vesuvius.errors import EXIT_INTERRUPTED, ConfigError
+from vesuvius.report.serve import HOST, LivePage, open_server
+
+_REFRESHES = '<meta http-equiv="refresh"'
+
+
+@contextmanager
+def served(run: Path) -> Iterator[str]:
+    with open_server(LivePage([run], "vesuvius report tiny --serve"), 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{HOST}:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def test_the_page_follows_a_run_and_stops_refreshing_at_its_end(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1), step(2)])
+    with served(run) as url:
+        first = get(url)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(lines([step(3), run_end(3, BEGAN + 9)]))
+        session_file(run, 0)
+        again = get(url)
+    assert _REFRESHES in first
+    assert "step 2 of 100000" in first
+    assert again == first, "a request soon after another does not read the run again"
+    with served(run) as url:
+        assert "step 3 of 100000" in (page := get(url))
+    assert _REFRESHES not in page
+
+
+def test_a_port_in_use_is_an_error_of_the_command_line(tmp_path: Path) -> None:
+    page = LivePage([tmp_path], "")
+    with open_server(page, 0) as server:
+        with pytest.raises(ConfigError, match=rf"Cannot serve on 127\.0\.0\.1:{server.server_port}: .*in use; choose"):
+            open_server(page, server.server_port)
+        assert server.server_address[0] == "127.0.0.1"
+
+
+def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    command = [sys.executable, "-m", "vesuvius", "report", str(run), "--serve", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        assert "step 1 of 100000" in get(url)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(60) == EXIT_INTERRUPTED
