@@ -33,7 +33,7 @@ case "$1" in
 sample)
     few="--steps 1"
     [[ "$*" =~ --(shape|condition|inpaint) ]] && few+=" --overlap 0 --workers 1"
-    [[ "$*" =~ --shape ]] && few+=" --shape 16,64,64" ;;
+    [[ "$*" =~ --shape ]] && few+=" --shape 32,96,96" ;;
 evaluate) few="--count 16 --steps 1 --classifier-steps 2" ;;
 tune) few="--budget 60s" ;;
 bench) few="--rounds 1 --seconds 1" ;;
