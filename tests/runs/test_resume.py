@@ -43,7 +43,7 @@ def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "model.safetensors" for n in ("straight", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     # How far it is was known before the first step.
-    said = "step 3 of 4, 6 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2"
+    said = "step 3 of 4, 6 samples, epoch 2 of 2; session 2 after [0-9smhd]+ of training"
     assert re.search(said, capsys.readouterr().out.partition("Train step 4")[0])
     last, first = steps_of("parts")[2:]
     assert first["total_s"] > last["total_s"]
@@ -90,7 +90,7 @@ def test_a_finished_run_resumes_with_exit_0_without_its_volumes_and_an_existing_
     assert "--resume" in capsys.readouterr().err
     volume.rename(volume.with_name("archived.zarr"))
     assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
-    assert "is finished" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
@@ -145,7 +145,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
     for more in ([], ["--dry-run"]):
         assert vesuvius_train(config, "--resume", "training.max_steps=3", *more) == 6
         (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
-        assert "all checkpoints in runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore" in error
+        assert "All checkpoints in runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore" in error
         assert files_below(Path("runs")) == before
     Path("runs/tiny/checkpoints").rename("damaged")
     assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0, "as the message says"
@@ -210,7 +210,7 @@ def test_tasks_interrupted_after_the_last_step_are_repeated(
     assert len(steps_of()) == 2, "no step is done again"
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
     assert vesuvius_train(config, "--resume") == 0
-    assert "is finished" in capsys.readouterr().out
+    assert "is already finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
