@@ -71,7 +71,7 @@ def test_sampler_settings_and_scale_may_change_on_resume_but_network_labels_and_
     assert "changed since the checkpoint: diffusion.sampler" in capsys.readouterr().out
     attributes.write_text(attributes.read_text().replace("2.0", "4.0"))  # as coarse again, from the same corner
     assert vesuvius_train(conditional_config, "training.max_steps=3", "--resume") == 2
-    place = 'place of the conditions in their volumes (factors, offsets): was "1x1x1 at 0x0x0", is "2x2x2 at 0x0x0"'
+    place = 'alignment of the conditions (factors, offsets): was "1x1x1 at 0x0x0", is "2x2x2 at 0x0x0"'
     assert place in capsys.readouterr().err
 
 

@@ -107,7 +107,7 @@ def test_a_run_names_sample_and_layer_and_a_replay_equals_the_step_bit_by_bit(
     assert event["layer"] in lines[-1]
 
     assert train.main(["--config", "tiny.yaml", "--replay", "2", "training.amp=off"]) == 0, "it was the precision"
-    assert "every layer and gradient is finite" in capsys.readouterr().out
+    assert "all layers and gradients are finite" in capsys.readouterr().out
     assert train.main(["--config", "tiny.yaml", "--replay", "1"]) == 2
     assert "has no checkpoint up to step 1" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -42,7 +42,7 @@ def test_if_nothing_fits_one_patch_is_tried_with_a_note() -> None:
     found = fit_micro_batch(small(*AUTO), 2**20, gpu=True)
     assert found.config.training.train_batch_size == 1
     assert "micro-batch 1 x 12: " in found.line
-    assert "not even one patch fits" in found.line
+    assert "too little for even one patch" in found.line
 
 
 def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> None:

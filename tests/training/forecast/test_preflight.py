@@ -48,7 +48,7 @@ def test_unclipped_eps_prediction_is_warned_about() -> None:
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"prediction": "eps"})})
     data: Any = SimpleNamespace(plan=SimpleNamespace(volumes=(), repeats_cells=False), volumes=())
     (line,) = config_warnings(config, data, 2, 2.0)
-    assert "diffusion.prediction eps without diffusion.sampler_clip" in line
+    assert "diffusion.prediction=eps without diffusion.sampler_clip" in line
 
 
 @pytest.mark.parametrize(("workers", "peak"), [(0, 20), (1, 305), (2, 335), (4, 407)])

@@ -194,10 +194,10 @@ def test_the_startup_log_says_when_reading_ends_or_why_volumes_are_not_kept(
 
     config, data, _ = planned("training.epochs=1000")
     steps = -(-first_pass_samples(config, data) // config.global_batch)
-    assert f"after about step {steps}:" in said("training.epochs=1000")
-    assert f"after about step {500 + steps}:" in said("training.epochs=1000", resumed_at=500), "it fills anew"
+    assert f"after about step {steps};" in said("training.epochs=1000")
+    assert f"after about step {500 + steps};" in said("training.epochs=1000", resumed_at=500), "it is filled again"
     assert said("data.resident=0") == ""
-    assert "are more than data.resident=0.0001 (GiB)" in said("data.resident=0.0001", "training.epochs=1000")
-    assert "the volumes are read twice by step" in said("training.epochs=1")
+    assert "exceed data.resident=0.0001 (GiB)" in said("data.resident=0.0001", "training.epochs=1000")
+    assert "the second pass over the volumes ends only at step" in said("training.epochs=1")
     monkeypatch.setattr(run_plan, "ram_limit", lambda _: limit(5))
     assert "more than half of the free memory" in said("training.epochs=1000")

@@ -360,7 +360,9 @@ def test_weights_of_another_network_are_refused_with_their_names() -> None:
     del given[names[0]]
     given["other"] = torch.zeros(1)
     given[names[1]] = torch.zeros(3)
-    with pytest.raises(ConfigError, match=r"init_from needs .* missing, other unexpected, .* \(3,\) instead of \("):
+    with pytest.raises(
+        ConfigError, match=r"init_from do not fit the network: .* missing, other unexpected, .* \(3,\) instead of \("
+    ):
         step.set_weights(given)
     with pytest.raises(ConfigError, match=rf"and {len(names) - 3} more"):
         step.set_weights({})
