@@ -101,9 +101,7 @@ def test_a_failed_resize_leaves_stream_and_ring_unchanged(job: ReaderJob) -> Non
     with opened(job, ring) as stream:
         copies = [one_batch(stream, ring) for _ in range(3)]
         before = stream.options
-        with pytest.raises(
-            ConfigError, match=r"must fit into pinned memory; got CUDA error: .* for 6 buffers instead of 4"
-        ):
+        with pytest.raises(ConfigError, match=r"for 6 prefetched batches instead of 4: CUDA error: "):
             ring.resized(stream, 6, prefetch_factor=4)
         with pytest.raises(ConfigError, match="are too small"):
             ring.resized(stream, 2, prefetch_factor=1)

@@ -25,10 +25,10 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b"), "RAY_TMPDIR name a folder with a short path"),
-        (PermissionError(13, "Permission denied", "/tmp/ray/x"), "RAY_TMPDIR name a folder that this user can write"),
-        (OSError(28, "No space left on device", "/tmp/ray"), "free some space there"),
-        (BlockingIOError(11, "Resource temporarily unavailable"), "raise the limit of processes and threads"),
+        (OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b"), "RAY_TMPDIR to a folder with a short path"),
+        (PermissionError(13, "Permission denied", "/tmp/ray/x"), "RAY_TMPDIR to a writable folder"),
+        (OSError(28, "No space left on device", "/tmp/ray"), "free space there"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "raise the limit on processes and threads"),
         (Exception("something that nobody has met"), None),
     ],
 )

@@ -382,8 +382,8 @@ def _check_range(first: int, stop: int | None, world: int) -> None:
     """Raise ConfigError if a stream cannot deliver samples `first` to `stop`."""
     if first < 0 or first % world or (stop is not None and stop < first):
         raise ConfigError(
-            f"A stream cannot deliver samples {first} to {stop}; start it at a multiple of the number of ranks "
-            f"({world}), and stop it later"
+            f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the number of "
+            f"ranks ({world}), and stop to at least first"
         )
 
 

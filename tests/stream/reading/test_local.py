@@ -140,7 +140,7 @@ def interrupted():
         said.append(stream.waiting_for())
     return bool(said)
 
-when, local._RAY_STARTS_S = sys.argv[2], float(sys.argv[3])
+when, local._RAY_START_TIMEOUT_S = sys.argv[2], float(sys.argv[3])
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(8, 16, 16), regions_in_flight=8)
 with PatchStream(
     prepare_data(0, data).job, StreamOptions(batch_size=4, workers=1), interrupted=interrupted

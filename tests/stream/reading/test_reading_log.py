@@ -82,17 +82,17 @@ def test_a_read_only_folder_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
 
 def test_an_outage_is_logged_once_a_minute_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     readers = watch.ReaderWatch.__new__(watch.ReaderWatch)
-    readers._said, outage = {}, Outage(1000.0, "connection refused", "http://store")
+    readers._logged, outage = {}, Outage(1000.0, "connection refused", "http://store")
     caplog.set_level("INFO")
     for second in range(130):
         readers.outages = [outage, Outage(1002.0, "timed out", "http://store")]
-        readers._say_outages(1000.0 + second)
+        readers._log_outages(1000.0 + second)
     readers.outages = []
-    readers._say_outages(1130.0)
+    readers._log_outages(1130.0)
     readers.outages = [Outage(1140.0, "reset", "http://store")]  # over before anybody is told
-    readers._say_outages(1141.0)
+    readers._log_outages(1141.0)
     readers.outages = []
-    readers._say_outages(1142.0)
+    readers._log_outages(1142.0)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
     first, _, last = (record.getMessage() for record in caplog.records)
     assert "http://store has not answered since" in first

@@ -204,7 +204,7 @@ def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
         for cell in itertools.product(*(axis.cells(axis.phases[0]) for axis in volume.cells.axes)):
             ends = zip(cell, patch, strict=True)
             resident.keep(0, box_along((lo, hi - 1 + size) for (lo, hi), size in ends), voxels)
-        assert resident._volumes[0]._there.all()
+        assert resident._volumes[0]._is_present.all()
 
 
 @pytest.mark.parametrize("world", [1, 3])

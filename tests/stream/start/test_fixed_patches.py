@@ -117,7 +117,7 @@ def test_a_volume_whose_slab_is_air_is_excluded_with_one_warning(
     assert np.array_equal(found.patches, cut(voxels, found))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "air.zarr is not validated" in caplog.text
-    with pytest.raises(DataError, match=r"none in 1 volumes; raise data.validation.fraction, or .*validate_every=0"):
+    with pytest.raises(DataError, match=r"No held-out patch .* raise data.validation.fraction, or .*validate_every=0"):
         fixed(data_config(paths[0], min_foreground=0.5))
 
 
@@ -155,6 +155,8 @@ def test_a_patch_with_an_unreadable_condition_is_replaced(
 def test_too_many_unreadable_patches_are_refused(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
     for chunk in (volume / "2").glob("*/*"):
         chunk.write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"replaced data.max_quarantined=3 times; .* patch 0 of .*volume.zarr; restore"):
+    with pytest.raises(
+        DataError, match=r"Fixed patch 0 of .*volume.zarr .*data.max_quarantined=3 replacements; restore"
+    ):
         fixed(data_config(volume, max_quarantined=3))
     assert caplog.text.count("is replaced") == 4, "the patch itself and three others"

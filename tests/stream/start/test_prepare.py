@@ -18,7 +18,7 @@ FAR = {"int16": -1000, "uint64": 2**45, "float64": 1e9}
 
 def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> IntensityRange:
     write_array(path, voxels, fill_value=fill, **STORED_AIR)
-    config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(32, 64, 64), validation={"guard": 0})
+    config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(32, 64, 64), validation={"gap": 0})
     (grey,) = prepare_data(0, config).intensity_ranges(config).volumes
     return grey
 

@@ -40,7 +40,7 @@ def test_reading_patches_prefetches_and_logs_progress(
     stats = server.stats()
     assert stats["max_in_flight"] > 8
     assert sum(count for key, count in stats["paths"].items() if "zarr/." not in key) <= 12 * 8 * 2
-    said = [line for line in caplog.messages if line.startswith("reading the patches of validation and previews: ")]
+    said = [line for line in caplog.messages if line.startswith("reading the patches for validation and previews: ")]
     assert said[0].endswith(": 0 of 12"), "also before anything has come"
     counts = [int(match[1]) for line in said if (match := re.search(r": (\d+) of 12, .* MiB, about .* left$", line))]
     assert len(counts) > 1

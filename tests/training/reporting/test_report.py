@@ -35,6 +35,6 @@ def test_damage_counts_over_all_ranks_and_once_per_region(tiny_config: Callable[
     run.progress.quarantined += [damage(8), damage(16)]  # of this rank's readers, which do not know of the others'
     telemetry.record([nothing, told(damage(16))])
     assert len(read_records(run.directory.quarantine)) == 2
-    with pytest.raises(DataError, match=r"at most data\.max_quarantined=3 places .* got 4, the last: volume v"):
+    with pytest.raises(DataError, match=r" 4 damaged chunks, .*data\.max_quarantined=3; the last: volume v"):
         telemetry.record([nothing, told(damage(24))])
     assert len(read_records(run.directory.quarantine)) == 3, "the last one, too"

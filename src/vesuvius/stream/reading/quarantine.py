@@ -42,7 +42,6 @@ def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
     """Raise DataError if more boxes are damaged than `data.max_quarantined`; `last` is the newest record."""
     if count > limit:
         raise DataError(
-            f"{count} parts of the volumes are damaged, more than data.max_quarantined={limit}; the last: volume "
-            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
-            "raise the limit"
+            f"The volumes have {count} damaged chunks, more than data.max_quarantined={limit}; the last: volume "
+            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or raise the limit"
         )
