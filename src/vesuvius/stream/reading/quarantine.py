@@ -43,5 +43,6 @@ def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
     if count > limit:
         raise DataError(
             f"The volumes have {count} damaged chunks, more than data.max_quarantined={limit}; the last: volume "
-            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or raise the limit"
+            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume "
+            "or raise the limit"
         )
