@@ -61,7 +61,7 @@ def test_a_new_run_refuses_the_directory_of_a_run_but_not_of_other_commands(tmp_
         (directory.path / what).mkdir(parents=True)
         with directory.locked(new=True):
             (directory.checkpoints / "step_00000001").mkdir(parents=True)
-        with pytest.raises(ConfigError, match="which exists"), directory.locked(new=True):
+        with pytest.raises(ConfigError, match="already contains a run"), directory.locked(new=True):
             pass
 
 
