@@ -46,7 +46,7 @@ from vesuvius.generate.sample_zarr import (
 )
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import split_volume
-from vesuvius.runlog.units import format_sizes
+from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.setup import AmpMode
@@ -92,7 +92,7 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
     shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume_index].dtype.name
     seconds = time.monotonic() - started
     return (
-        f"wrote {out}: {request.count} samples of {shape} {dtype} in {seconds:.1f} s "
+        f"wrote {out}: {format_count(request.count, 'sample')} of {shape} {dtype} in {seconds:.1f} s "
         f"({seconds / request.count:.2f} s each), {evaluations} network evaluations per sample"
     )
 
