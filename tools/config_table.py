@@ -17,7 +17,7 @@ INTRODUCTION = """\
 <!-- Made by tools/config_table.py from src/vesuvius/config; change the descriptions there. -->
 
 An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `vesuvius train --config FILE
---print-config` prints every key with its value and its meaning.
+--print-config` prints every key with its value and meaning.
 
 - **Scalars** follow YAML 1.2: `1e-4` is a number, `off` and `yes` are text, `null` means none. Unknown keys and values
   of the wrong type are refused with file and line. Nothing is converted silently.
@@ -33,10 +33,12 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   `report`, `train --replay`). Variables that Kubernetes sets for a Service called `vesuvius` are ignored.
 - **Lists** are replaced as a whole. `[]` below stands for an item of a list; overrides count from 0:
   `data.volumes[0].path=other.zarr`.
-- **`extends: other.yaml`** at the top level of a file takes all keys that this file does not set from the other file.
+- **`extends: other.yaml`** at the top level of a file takes all keys that this file does not set from that file.
   Sections are merged key by key; lists and plain values are replaced. The path is relative to the folder of the file
   that names it. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run keeps the merged text as
   `config.source.yaml`, so a resume does not need the other files.
+- **Old names** of renamed keys and values are still accepted, with one notice in the log: `data.augment.turn` is now
+  called `rot90`.
 """
 
 
@@ -73,7 +75,7 @@ def _escaped(text: str) -> str:
 
 
 def main() -> int:
-    """Returns the exit code: 1 if the file is out of date or cannot be read or written."""
+    """Return the exit code: 1 if the file is out of date or cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if FILE is out of date")

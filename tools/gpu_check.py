@@ -70,11 +70,11 @@ except ModuleNotFoundError as missing:
     sys.exit(EXIT_USAGE)
 
 MICRO_BATCHES = (1, 2, 4, 8)
-MARGIN = 0.01  # a setting that is not faster by so much changes nothing
-EAGER_S, COMPILED_S, TURN_S = 15.0, 45.0, 10.0  # no row begins with less left; in turns all is compiled
+MARGIN = 0.01  # a smaller gain does not change the setting
+EAGER_S, COMPILED_S, TURN_S = 15.0, 45.0, 10.0  # least time left to begin a row; in turns all is compiled
 MOST_S = 180.0  # of one row
 ROUNDS = 2
-VERIFY_S = 60.0  # kept for the turns
+VERIFY_S = 60.0  # reserved for the turns
 GRACE_S = 20.0  # after the end, for a row that is under way: they look at the clock between micro-batches
 SELF_TEST_PATCHES = 2
 VRAM_SHARE = 0.92  # of `training/forecast/micro_batch.py`
@@ -107,7 +107,7 @@ class Findings:
         return row
 
     def skip(self, keys: Row) -> None:
-        """For lack of time."""
+        """Record a setting skipped because time ran out."""
         self.content["skipped"].append(keys)
         self.write()
 
@@ -123,7 +123,7 @@ class Findings:
 def search(
     default: Setting, micro_batches: Sequence[int], measure: Callable[[Setting], float | None]
 ) -> Setting | None:
-    """Turn one key at a time, from the default on, and keep what is faster; None if nothing ran.
+    """Change one key at a time, starting from the default, and keep faster values; None if nothing ran.
 
     Compiling takes a minute for each micro-batch, memory order and `recompute_norm`, so these are chosen without it
     and compared again with it.  `micro_batches` are ascending.
@@ -147,7 +147,7 @@ def search(
     eager = replace(default, compile=False)
     for patches in micro_batches:
         if tried(eager.with_micro_batch(patches)) is None and patches > default.train_batch_size:
-            break  # larger ones take more memory still
+            break  # larger ones need even more memory
     if best := fastest(compile=False):
         tried(replace(best, channels_last=not best.channels_last))
     if best := fastest(compile=False):
@@ -164,7 +164,7 @@ def search(
 
 
 def default_setting(bench: Bench) -> Setting:
-    """What a run of the config does on a GPU."""
+    """Settings of a run of the config on a GPU."""
     training, gpu = bench.config.training, torch.device("cuda")
     return Setting(
         compile=is_compiled(training, gpu),
@@ -177,7 +177,7 @@ def default_setting(bench: Bench) -> Setting:
 
 
 class Check:
-    """The measurements in their order.  Each looks at the clock first."""
+    """The measurements in order; each checks the time left first."""
 
     def __init__(self, bench: Bench, findings: Findings) -> None:
         self._bench, self._findings = bench, findings
@@ -238,12 +238,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     arguments = parser.parse_args()
     if arguments.minutes <= 0 or (arguments.cap_gib or 1) <= 0:
-        parser.error(f"--minutes and --cap-gib must be above 0; got {arguments.minutes} and {arguments.cap_gib}")
+        parser.error(f"--minutes {arguments.minutes} and --cap-gib {arguments.cap_gib} must both be above 0")
     return arguments
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
-    """The budget, the device under its cap, the config, and what to say about them.  Raises ConfigError."""
+    """Return the budget, the capped device, the config, and their description.  Raises ConfigError."""
     budget = Budget(60 * arguments.minutes - (time.monotonic() - STARTED))
     overrides = [*(REHEARSED if arguments.rehearse else ()), *arguments.overrides]
     config, device = read_config(arguments.config, overrides), torch.device("cpu" if arguments.rehearse else "cuda")
@@ -256,7 +256,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Bench, Row]:
         )
     peak_flops, about = (arguments.peak_tflops or 0) * 1e12 or None, {"device": "cpu"}
     if arguments.rehearse:
-        torch.set_num_threads(1)  # more threads wait for one another longer than such sizes take
+        torch.set_num_threads(1)  # at such sizes more threads only wait for one another
         # Inductor would compile C++ for minutes.
         setup.CompiledRegions = functools.partial(setup.CompiledRegions, "eager")
     else:
@@ -293,7 +293,7 @@ def main() -> int:
     content = findings.content
 
     def end() -> None:
-        # A compiler or a kernel hangs; the main thread does not come back from it, nor to a signal's handler.
+        # A compiler or kernel hangs: the main thread never returns, not even to a signal handler.
         print_report(content)
         print(f"gpu_check stops in the middle of a row: {arguments.minutes:g} minutes are over", flush=True)
         os._exit(EXIT_WRONG)

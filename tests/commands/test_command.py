@@ -20,7 +20,7 @@ cli.as_command(main)()
 
 
 @pytest.mark.parametrize("exit_code", [75])
-def test_a_thread_that_never_ends_holds_no_command_and_its_exit_code_stays(exit_code: int) -> None:
+def test_a_hanging_thread_delays_no_exit_and_keeps_the_exit_code(exit_code: int) -> None:
     command = [sys.executable, "-c", STUCK, str(exit_code)]
     done = fork_server.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "printed\n", "")

@@ -14,7 +14,7 @@ from tests.support.memcheck_runs import found_in, memcheck_command, run_memcheck
 from vesuvius.commands import memcheck
 
 
-def test_without_a_run_the_machine_is_shown_and_the_runs_at_work(tmp_path: Path) -> None:
+def test_without_a_run_the_machine_and_its_active_runs_are_shown(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny"):
         found = found_in(run_memcheck("--json", cwd=tmp_path))
     assert found["what"] == "machine"
@@ -24,7 +24,7 @@ def test_without_a_run_the_machine_is_shown_and_the_runs_at_work(tmp_path: Path)
     assert found["remarks"] == ["running below runs/: tiny; try `vesuvius memcheck tiny`"]
 
 
-def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) -> None:
+def test_a_terminal_is_watched_until_ctrl_c_without_an_error(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny"):
         command = memcheck_command("tiny", "--watch", "0.1")
         text = output_on_a_terminal(command, tmp_path, interrupt_at=lambda shown: shown.count("run tiny") > 2)
@@ -44,7 +44,7 @@ def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) ->
         ["--post-mortem"],
     ],
 )
-def test_arguments_that_do_not_go_together_are_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicting_arguments_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         memcheck.main(arguments)
     assert ended.value.code == 2
@@ -74,7 +74,7 @@ def bare(only_psutil_and_rich: Path, *arguments: object, cwd: Path) -> subproces
     return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=60)
 
 
-def test_it_works_where_only_psutil_and_rich_are_installed(only_psutil_and_rich: Path, tmp_path: Path) -> None:
+def test_it_works_with_only_psutil_and_rich_installed(only_psutil_and_rich: Path, tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny"):
         table = bare(only_psutil_and_rich, "tiny", cwd=tmp_path)
         machine = bare(only_psutil_and_rich, cwd=tmp_path)

@@ -16,12 +16,12 @@ PAGES += [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("src/vesuvius/**/
 DOCUMENTED = {name for page in PAGES for name in re.findall(r"python -m (vesuvius[.\w]*\w)", page.read_text())}
 
 
-def test_the_names_of_the_commands_that_are_modules_are_documented() -> None:
+def test_commands_that_are_modules_are_documented() -> None:
     assert {f"vesuvius.{name}" for name in ("train", "sample", "tune", "bench", "profile")} <= DOCUMENTED
 
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))
-def test_a_documented_name_is_a_program_that_says_how_it_is_used(
+def test_a_documented_module_is_a_program_with_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That it can be imported is not enough: a package without `__main__` can be."""

@@ -30,7 +30,7 @@ def write(path: Path, *records: dict[str, Any]) -> None:
     lines.close()
 
 
-def test_what_came_before_a_clearing_is_tried_again_and_what_was_found_since_is_not(tmp_path: Path) -> None:
+def test_chunks_cleared_are_retried_and_later_ones_are_not(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
     assert read_quarantine(path) == []
     assert without_cleared([record(BOX)], path) == [record(BOX)]
@@ -64,7 +64,7 @@ def run(
     return train_to
 
 
-def test_what_is_cleared_is_read_again_by_the_next_resume(
+def test_cleared_chunks_are_read_again_by_the_next_resume(
     run: Callable[..., list[Any]], volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = run(8)
@@ -92,7 +92,7 @@ def test_what_is_cleared_is_read_again_by_the_next_resume(
     assert run(18, "--resume") == []
 
 
-def test_a_run_that_is_not_there_is_told_in_one_line(
+def test_a_missing_run_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The door `vesuvius volume`: what it prints and where, its exit codes, and what is on disk after Ctrl-C."""
+"""`vesuvius volume`: output, exit codes, and the files left after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_command_writes_both_volumes_and_says_so(tmp_path, capsys):
     assert "remove it" in capsys.readouterr().err
 
 
-def test_info_of_two_volumes_says_how_the_second_lies_in_the_first_or_that_it_does_not(tmp_path, capsys):
+def test_info_of_two_volumes_describes_their_alignment(tmp_path, capsys):
     for name, shape, scale, corner in (
         ("raw", (40, 72, 88), 4, (0, 0, 0)),
         ("labels", (20, 16, 16), 8, (40, 60, 80)),
@@ -106,7 +106,7 @@ USAGES = [
 ]
 
 
-def test_a_wrong_command_line_exits_2_and_says_why(capsys):
+def test_a_wrong_command_line_exits_2_with_a_reason(capsys):
     for arguments, message in USAGES:
         with pytest.raises(SystemExit) as exit_info:
             volume.main(arguments)
@@ -134,7 +134,7 @@ def test_errors_have_their_exit_codes_and_print_no_result(tmp_path, monkeypatch,
     assert message in captured.err
 
 
-def test_info_says_what_the_volume_is(tmp_path, capsys):
+def test_info_describes_a_volume(tmp_path, capsys):
     volume.main(["synth", str(tmp_path / "v.zarr"), "--shape", "48,64,64", "--chunk", "16"])
     capsys.readouterr()
     assert volume.main(["info", str(tmp_path / "v.zarr")]) == 0
@@ -175,7 +175,7 @@ def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):
     assert (tmp_path / "o.npz").exists()
 
 
-def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypatch):
+def test_copy_shows_progress_and_then_a_summary(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "_EVERY_S", 0.01)
     voxels = textured((64, 64, 64))
     voxels[:32, :32, :32] = 0
@@ -197,7 +197,7 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     "arguments", [["info", "v.zarr", "--json"], pytest.param(["info", "--help"], marks=pytest.mark.long)]
 )
-def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
+def test_a_closed_pipe_is_no_error(tmp_path, arguments):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does, sooner or later

@@ -37,14 +37,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_key_or_value_is_named_with_its_line_the_rule_and_what_was_meant(text: str) -> None:
+def test_a_wrong_key_or_value_is_reported_with_line_rule_and_suggestion(text: str) -> None:
     (line,) = problems(f"{MINIMAL}{text}\n")
     message = WRONG[text] if WRONG[text][0].isdigit() else f"5: {WRONG[text]}"
     assert line.startswith(f"x.yaml:{message}")
     assert line == f"x.yaml:{message}" or message.endswith(", ")
 
 
-def test_missing_required_keys_and_a_wrong_name_are_told() -> None:
+def test_missing_required_keys_and_a_wrong_name_are_reported() -> None:
     assert problems("seed: 1") == ["x.yaml: name: required key is missing", "x.yaml: data: required key is missing"]
     assert problems("name: a\ndata:\n  augment: {}\n") == ["x.yaml:2: data.volumes: required key is missing"]
     assert problems(MINIMAL.replace("tiny", "a/b")) == [
@@ -53,8 +53,8 @@ def test_missing_required_keys_and_a_wrong_name_are_told() -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "0.5", ".nan", "true", "null", "wrong/value", "[]", "[a]", "{a: 1}"])
-def test_no_value_of_any_key_brings_out_the_words_of_the_library(value: str) -> None:
-    """Every key gets this value, which is wrong for most; where it is right there is no message to look at."""
+def test_no_message_shows_the_words_of_the_library(value: str) -> None:
+    """Every key gets this value, which is wrong for most of them."""
     refused = 0
     for key, _ in iter_keys():
         override = f"{key.replace('[]', '.0')}={value}"
@@ -79,7 +79,7 @@ def test_iter_keys_finds_every_field_of_every_section() -> None:
     assert all(describe_type(schema) for _, schema in iter_keys())
 
 
-def test_the_reference_tool_writes_what_it_then_finds_correct(
+def test_the_reference_tool_accepts_its_own_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, run = tmp_path / "config.md", runpy.run_path(str(REPOSITORY / "tools" / "config_table.py"))["main"]
@@ -97,4 +97,4 @@ def test_the_reference_tool_writes_what_it_then_finds_correct(
     text = page.read_text(encoding="utf-8")
     assert "| `training.lr` | a number above 0 | `0.0001` | peak learning rate of both optimizers |\n" in text
     assert all(text.count(f"| `{key}` |") == 1 for key, schema in iter_keys() if "properties" not in schema)
-    assert "\n## `data`: where patches come from\n" in text
+    assert "\n## `data`: source and order of the patches\n" in text

@@ -70,7 +70,7 @@ def test_other_variables_are_left_alone() -> None:
     assert problems(PORT="80")[0].startswith("environment variable VESUVIUS_PORT: "), "of no Service"
 
 
-def test_a_name_of_no_key_is_refused_with_what_was_meant() -> None:
+def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     for name, problem in {
         "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
         "LR": "lr: unknown key; did you mean training.lr?",
@@ -109,7 +109,7 @@ def test_the_printed_config_has_every_key_once_with_its_meaning(
         assert line.endswith(f"  # {schema['description']}")
 
 
-def test_a_process_takes_its_variables_out_of_the_environment_of_those_it_starts(
+def test_child_processes_do_not_see_the_variables(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VESUVIUS_TRAINING__WORKERS", "3")

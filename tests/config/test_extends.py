@@ -1,4 +1,4 @@
-"""A config may extend another: its keys over those of the other, each mistake reported where it stands."""
+"""A config may extend another: its keys override those of the other, and problems name file and line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_sections_are_merged_key_by_key_and_lists_are_replaced() -> None:
     assert read("extends: base.yaml\ntraining: {}") == read_config(Path("base.yaml"))
 
 
-def test_overrides_reach_what_the_other_file_sets() -> None:
+def test_overrides_apply_to_keys_of_the_extended_file() -> None:
     config = read("extends: base.yaml", "data.volumes.0.weight=2", "training.workers=1", "model={channels: [16]}")
     assert config.data.volumes == (VolumeConfig(path="a.zarr", level=2, weight=2.0),)
     assert (config.training.workers, config.training.lr, config.model.channels) == (1, 1e-3, (16,))
@@ -67,7 +67,7 @@ def test_a_chain_is_read_from_the_folder_of_each_file(tmp_path: Path) -> None:
     assert absolute.training.workers == 4
 
 
-def test_each_problem_names_the_file_and_line_that_it_stands_in() -> None:
+def test_each_problem_names_its_file_and_line() -> None:
     Path("base.yaml").write_text(BASE.replace("1e-3", "-1") + "sead: 1\n")
     assert set(problems("extends: base.yaml\ntraining:\n  workers: two\n", "seed=a")) == {
         "x.yaml:3: training.workers: 'two' is not valid; use an integer of at least 0",

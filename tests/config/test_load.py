@@ -179,13 +179,13 @@ def test_overrides_replace_and_add_in_order_and_index_lists() -> None:
         ),
     ],
 )
-def test_a_wrong_override_is_refused_by_its_own_text_alone(override: str, text: str) -> None:
-    """Others have no say, whether their keys are near or not; a refused one changes nothing."""
+def test_a_wrong_override_is_reported_by_its_own_text(override: str, text: str) -> None:
+    """Other overrides are not named, even for neighbouring keys."""
     others = "seed=3", "training.lr=1", "monitor.guard=off"
     assert problems(MINIMAL, others[1], override, others[2]) == [f"override {' '.join(override.split())}: {text}"]
 
 
-def test_an_overridden_value_is_not_blamed_on_the_file_nor_the_reverse() -> None:
+def test_problems_name_the_override_or_the_file_that_caused_them() -> None:
     text = f"{MINIMAL}training:\n  lr: 0\n  workers: 1\n"
     assert problems(text, "training.workers=-1") == [
         "override training.workers=-1: training.workers: -1 is not valid; use an integer of at least 0",
@@ -252,7 +252,7 @@ def _configs(draw: st.DrawFn) -> Config:
 @NO_DEADLINE
 @given(_configs())
 def test_a_dumped_or_stored_config_reads_back_equal_and_means_the_same_to_others(config: Config) -> None:
-    """PyYAML's safe_load reads YAML 1.1, where a bare `off` would be false."""
+    """PyYAML's safe_load reads YAML 1.1, in which a bare `off` is false."""
     dumped, stored = dump_config(config), config.model_dump(mode="json")
     assert parse_config(dumped) == parse_stored(stored) == config
     assert yaml.safe_load(dumped) == stored
@@ -300,7 +300,7 @@ def test_importing_the_config_loads_no_heavy_library() -> None:
 # ---- keys that are gone
 
 
-def test_a_stored_config_with_a_key_that_was_removed_is_read_unless_what_was_trained_depends_on_it() -> None:
+def test_removed_keys_of_a_stored_config_are_ignored_unless_the_model_depends_on_them() -> None:
     """A checkpoint of an earlier version resumes and samples."""
     stored: dict[str, Any] = parse_config(MINIMAL).model_dump(mode="json")
     assert parse_stored(stored | {"monitor": stored["monitor"] | {"webhook": "https://h/s"}}) == parse_stored(stored)

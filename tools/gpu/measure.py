@@ -172,7 +172,7 @@ class Bench:
             self.budget.check()
             found = convolution_errors(convolution, self.device, self.amp, channels_last)
             errors |= {part: float(np.maximum(error, errors.get(part, 0.0))) for part, error in found.items()}
-        if any(not error <= TOLERANCES[self.amp] for error in errors.values()):  # also where it is NaN
+        if any(not error <= TOLERANCES[self.amp] for error in errors.values()):  # also NaN
             worst = ", ".join(f"{part} {error:.1e}" for part, error in errors.items())
             raise WrongResultError(f"convolutions are off by {worst}; {TOLERANCES[self.amp]:g} allowed")
         return {"errors": errors}
@@ -290,7 +290,7 @@ def compare(found: Sequence[StepOutcome], reference: Sequence[StepOutcome]) -> R
 
 
 def attempt(bench: Bench, most_s: float, measure: Callable[[], Row]) -> Row:
-    """What `measure` found with outcome ok; or an outcome that says why it found nothing, and a detail.
+    """Return the figures of `measure` with outcome ok, or another outcome with a detail.
 
     Outcomes: ok, out of memory, out of time, or the name of the error.
     """

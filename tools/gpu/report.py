@@ -1,4 +1,4 @@
-"""What `gpu_check.py` found, as Markdown.  Needs nothing but the content of its JSON file.
+"""Markdown report of `gpu_check.py`, from the content of its JSON file.
 
 python tools/gpu/report.py gpu_check.json          # the table again, for docs/performance.md
 """
@@ -96,7 +96,7 @@ def _gib(value: float | None) -> str:
 
 
 def cell(value: float | None, form: str) -> str:
-    """A formatted number, or a dash where there is none."""
+    """Format a number; a dash for None."""
     return "-" if value is None else format(value, form)
 
 

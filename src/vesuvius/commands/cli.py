@@ -248,7 +248,7 @@ def add_config(parser: Parser, *, required: bool = True) -> None:
 # Types of arguments: each raises argparse's error with the value and what is needed.
 
 
-def whole(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     """Return the type of an integer of at least `least`."""
 
     def parse(text: str) -> int:
@@ -259,7 +259,7 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-natural, positive = whole(0), whole(1)
+natural, positive = at_least(0), at_least(1)
 
 
 def naturals(text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, natural, positive, say, whole
+from vesuvius.commands.cli import Parser, as_command, at_least, natural, positive, say
 from vesuvius.commands.sample import add_keys, guide_of, overrides_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
-    parser.add_argument("--count", type=whole(16), default=64, help="patches per kind (default: 64)")
+    parser.add_argument("--count", type=at_least(16), default=64, help="patches per kind (default: 64)")
     parser.add_argument(
         "--generated",
         type=Path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from vesuvius.commands.cli import Parser, add_config, as_command, say, whole
+from vesuvius.commands.cli import Parser, add_config, as_command, at_least, say
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     )
     add_config(parser)
     parser.add_argument(
-        "--steps", type=whole(5), default=20, metavar="N", help="steps measured after the warm-up (default: 20)"
+        "--steps", type=at_least(5), default=20, metavar="N", help="steps measured after the warm-up (default: 20)"
     )
     parser.add_argument(
         "--trace",

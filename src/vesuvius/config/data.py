@@ -57,7 +57,7 @@ class VolumeConfig(ArrayConfig):
     condition: ArrayConfig | None = Field(
         default=None,
         description="labels, a second scan or another level, cut at the same position as a second tensor; aligned by "
-        "OME scale and translation (docs/volumes.md); patches come from where both exist",
+        "OME scale and translation (docs/volumes.md); patches come from the region that both cover",
     )
 
 

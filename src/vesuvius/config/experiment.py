@@ -85,12 +85,12 @@ class Config(Section):
 
     name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
     seed: NonNegativeInt = Field(0, description="seed of all randomness: weights, order of samples, noise")
-    data: DataConfig = Field(description="where patches come from")
+    data: DataConfig = Field(description="source and order of the patches")
     training: TrainingConfig = Field(TrainingConfig(), description="the loop")
     diffusion: DiffusionConfig = Field(DiffusionConfig(), description="schedule and sampler")
     model: ModelConfig = Field(ModelConfig(), description="the network")
     monitor: MonitorConfig = Field(MonitorConfig(), description="memory figures")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="where Ray runs")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="Ray cluster and ranks")
 
     def with_training(self, **changes: Any) -> Self:
         """Return a copy with other, unvalidated values of `training`.  Pure."""
