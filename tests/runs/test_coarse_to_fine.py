@@ -98,7 +98,7 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
         assert message in capsys.readouterr().err
     patch = ",".join(f"0:{size}" for size in PATCH[:2]) + ",90:106"
     assert draws("fine", "none.zarr", "--condition", "scan.zarr@1", "--box", patch) == 2
-    assert "does not lie inside" in capsys.readouterr().err
+    assert "is not inside" in capsys.readouterr().err
     assert not list(Path().glob("none*"))
 
 

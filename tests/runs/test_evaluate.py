@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
-    monkeypatch.setattr("vesuvius.generate.evaluate.metrics._PLACES", 2**13)  # a coarser search takes less time
+    monkeypatch.setattr("vesuvius.generate.evaluate.metrics._POSITIONS", 2**13)  # a coarser search takes less time
 
 
 def evaluates(*arguments: object) -> int:
@@ -99,7 +99,7 @@ def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path)
         for part in (SAMPLES, CONDITIONS):
             sample_array(folder / part, (16, *PATCH), np.dtype(np.uint8), None)[...] = np.ones((16, *PATCH), np.uint8)
             record_samples(folder / part, {"condition": condition, "starts_zyx": starts})
-        places = open_generated(folder, PATCH, 16, "mine", 1).places
+        places = open_generated(folder, PATCH, 16, "mine", 1).locations
         assert (None if places is None else places.tolist()) == ([[1, *start] for start in starts] if known else None)
 
 
@@ -135,11 +135,11 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     write_array(tmp_path / "plain.zarr", np.ones((8, 8, 8), np.uint8))
     good = ("--generated", tmp_path / "good.npy")
     refused = {
-        ("all", *good): (2, "The run holds out no patches to compare with"),
+        ("all", *good): (2, "The run has no held-out patches"),
         ("shown", "--generated", tmp_path / "other.npy"): (2, "shape [20, 8, 16, 15] of --generated"),
         ("shown", "--generated", tmp_path / "few.npy"): (2, "3 generated patches in"),
         ("shown", "--generated", tmp_path / "nan.npy"): (2, "hold NaN or infinity"),
-        ("shown", "--generated", tmp_path / "text.npy"): (2, "is no .npy file or zarr array"),
+        ("shown", "--generated", tmp_path / "text.npy"): (2, "is not a .npy file or zarr array"),
         ("shown", "--generated", tmp_path / "none.npy"): (2, "does not exist"),
         ("shown", "--generated", tmp_path / "plain.zarr"): (2, "it holds 0 patches side by side"),
         ("shown", *good, "--training-volume", 1): (2, "--training-volume 1 does not exist"),

@@ -366,12 +366,12 @@ def test_existing_output_is_refused_and_replaced_only_if_it_holds_samples(
     out = tmp_path / "out"
     first = drawn(out, "--count", 1).voxels()
     assert ends("--out", out, "--count", 2) == 2
-    assert "exists, and samples do not replace it" in capsys.readouterr().err
+    assert "already exists; choose another --out" in capsys.readouterr().err
     np.testing.assert_array_equal(Samples(out).voxels(), first)
     assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
     (out / "notes.txt").write_text("mine")
     assert ends("--out", out, "--count", 1, "--overwrite") == 2
-    assert "does not hold samples alone" in capsys.readouterr().err
+    assert "holds other files than samples" in capsys.readouterr().err
     assert len(Samples(out).voxels()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -385,7 +385,7 @@ REFUSALS = {
     ("--sampler", "euler"): "'euler' is not valid; use one of ddim, ddpm, dpmpp2m, heun",
     ("--guidance", "2"): "needs a model trained with and without a condition",
     ("--volume", "2"): "--volume 2 does not exist: the 2 training volumes",
-    ("--batch-size", "4000000", "--count", "4000000"): "here --batch-size replaces training",
+    ("--batch-size", "4000000", "--count", "4000000"): "(--batch-size, when sampling)",
 }
 
 

@@ -93,7 +93,7 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
 
     before = voxels(out).tobytes()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
-    assert "is already there: 12x24x24 uint8" in capsys.readouterr().out
+    assert "is already complete: 12x24x24 uint8" in capsys.readouterr().out
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
     assert "big.zarr was started with other arguments: seed 1 (was 0)" \
         in capsys.readouterr().err  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     assert draws(pairs, *box) == 0
     np.testing.assert_array_equal(voxels(scan), drawn)
     assert draws(pairs, *box) == 0
-    assert "3.zarr is already there" in capsys.readouterr().out
+    assert "3.zarr is already complete" in capsys.readouterr().out
     assert draws(pairs, *box[:2], "--box", "4:16,0:24,0:24", "--seed", 3) == 2, "the seed names a pair"
 
 
@@ -210,7 +210,8 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_continues(
     for phase in phases:
         told.clear()
         with pytest.raises(
-            SamplingStoppedError, match=rf"SIGTERM stopped sampling after \d+ of \d+ {phase}; what is done is kept"
+            SamplingStoppedError,
+            match=rf"SIGTERM stopped sampling after \d+ of \d+ {phase}; run the same command again",
         ):
             generate_volume(request, told_of(phase))
         assert told[-1] == phase
@@ -228,7 +229,7 @@ def test_another_network_or_mask_does_not_continue_the_volume(
     out = tmp_path / "out.zarr"
     assert draws(out, *arguments) == 0
     assert draws(out, *arguments) == 0
-    assert "is already there" in capsys.readouterr().out
+    assert "is already complete" in capsys.readouterr().out
     zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
     assert draws(out, *arguments) == 2
     assert "was started with other arguments: given {" in capsys.readouterr().err
@@ -252,10 +253,10 @@ def test_a_too_small_gpu_or_disk_is_refused_with_the_remedy(
         (OSError(28, "No space left on device"), 6, "No space left on device"),
     ):
 
-        def full(self: TaskRunner, number: int, batch: int, error: Exception = error) -> None:
+        def full(self: TaskRunner, pass_index: int, batch: int, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(TaskRunner, "tiles", full)
+        monkeypatch.setattr(TaskRunner, "evaluate_tiles", full)
         assert draws(tmp_path / "out.zarr", "--shape", "12,24,24", "--guidance", 0) == code
         said = capsys.readouterr().err
         assert message in said
@@ -305,13 +306,13 @@ def test_a_pair_needs_space_for_its_labels(tmp_path: Path, monkeypatch: pytest.M
 
 REFUSED = {
     "a shape too small": (("--shape", "12,24,8"), 2, "A volume of 12x24x8 is smaller than a training patch"),
-    "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap 0.9, the share"),
+    "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap 0.9 is not between"),
     "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "--condition is missing"),
     "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "do not match: 12x24x24 and 64x64x64"),
     "a box outside": (
         ("--condition", "labels.zarr", "--box", "0:12,0:24,60:84"),
         2,
-        "does not lie inside --condition",
+        "is not inside --condition",
     ),
     "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
     "no volume": (("--inpaint", "no.zarr"), 6, "Cannot open no.zarr: it does not exist"),
@@ -320,7 +321,7 @@ REFUSED = {
     "a lonely mask": (
         ("--shape", "12,24,24", "--mask", "small.zarr"),
         2,
-        "--mask says what to fill in --inpaint, which is missing",
+        "--mask has no effect without --inpaint",
     ),
     "options of patches": (
         ("--shape", "12,24,24", "--overwrite"),

@@ -27,11 +27,11 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate, predict
 from vesuvius.diffusion.sampler import Estimate, sampling_levels
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.common import Watch
+from vesuvius.generate.common import ProgressReporter
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.picture import held_out_box, patches_of
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
-from vesuvius.generate.volume.tasks import Sampling, TaskRunner, VolumeJob, this_process
+from vesuvius.generate.volume.tasks import TaskRunner, VolumeJob, VolumeSampler, run_locally
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -136,8 +136,8 @@ def drawn(job: VolumeJob, estimate: Estimate) -> None:
     """Draw it in a folder that is deleted then."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        with this_process(lambda: TaskRunner(job, path, lambda stored: estimate, torch.device("cpu"))) as run_parts:
-            Sampling(job, path, Watch(), range(job.tiling.blocks)).run(run_parts)
+        with run_locally(lambda: TaskRunner(job, path, lambda stored: estimate, torch.device("cpu"))) as run_tasks:
+            VolumeSampler(job, path, ProgressReporter(), range(job.tiling.blocks)).run(run_tasks)
 
 
 def cost(config_path: Path, overlap: float) -> None:

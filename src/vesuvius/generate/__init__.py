@@ -1,1 +1,1 @@
-"""A trained network at work.  In: a checkpoint.  Out: samples on disk, pictures, and how real they look."""
+"""Sampling from a trained network.  In: a checkpoint.  Out: samples on disk, pictures, and how real they look."""

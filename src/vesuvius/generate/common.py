@@ -1,4 +1,4 @@
-"""What samples and volumes share: the request, its checks and record, the network, progress, an end on a signal."""
+"""Shared by samples and volumes: the request, its checks and record, the network, progress, stop signals."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from vesuvius.training.stop import StopRequest
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is counted ("sampling steps"), how many are done, and how many there are in all."""
+"""Called with the unit ("sampling steps"), the number done, and the total."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What every drawing is asked for; picklable, because workers open the network from it."""
+    """Arguments common to samples and volumes; picklable, because workers open the network from it."""
 
-    checkpoint: Path  # as `find_checkpoint` takes it
+    checkpoint: Path  # any form that `find_checkpoint` accepts
     weights: str  # "ema", another average, or "model" for those of the last step
-    overrides: tuple[str, ...]  # `key.path=value`, on top of the checkpoint's config: sampler and amp
-    # seed, batch_size: what a result follows from, in addition to the network and its inputs
+    overrides: tuple[str, ...]  # `key.path=value`, applied to the checkpoint's config: sampler and amp
+    # the result depends on seed and batch_size, in addition to the network and its inputs
     seed: int
     batch_size: int
     volume_index: int  # training volume whose grey values and condition are used
-    guide: Path | None = field(default=None, kw_only=True)  # directory of a checkpoint that knows less; None = none
+    guide: Path | None = field(default=None, kw_only=True)  # directory of a weaker checkpoint; None = no guide
 
 
-def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") -> None:
-    """Raises ConfigError where a checkpoint has no training volume of this number."""
-    if volume >= len(info.data.volumes):
+def check_volume(info: CheckpointInfo, volume_index: int, option: str = "--volume") -> None:
+    """Raise ConfigError if the checkpoint has no training volume with this index."""
+    if volume_index >= len(info.data.volumes):
         raise ConfigError(
-            f"{option} {volume} does not exist: the {len(info.data.volumes)} training volumes are numbered from 0"
+            f"{option} {volume_index} does not exist: the {len(info.data.volumes)} training volumes count from 0"
         )
 
 
-def checked_checkpoint(request: GenerateRequest) -> CheckpointInfo:
-    """Find the checkpoint.  Raises ConfigError where there is none, or the volume or the batch does not fit it."""
+def resolve_checkpoint(request: GenerateRequest) -> CheckpointInfo:
+    """Find and check the checkpoint.  Raises ConfigError if there is none, or if it does not fit the request."""
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     check_volume(info, request.volume_index)
     if request.guide is not None:
@@ -75,36 +75,36 @@ def checked_checkpoint(request: GenerateRequest) -> CheckpointInfo:
     try:
         build_meta_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
-        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
+        raise ConfigError(f"{error} (--batch-size, when sampling)") from error
     return info
 
 
 def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
-    """Raises ConfigError for a guide that says something else of the same voxels, or makes no difference."""
+    """Raise ConfigError if the guide was trained on other data or noise, or would have no effect."""
 
-    def of_levels(config: Config) -> dict[str, Any]:
+    def noise_keys(config: Config) -> dict[str, Any]:
         return {key: value for key, value in config.diffusion.model_dump().items() if not key.startswith("sampler")}
 
     ours, theirs = info.config, guide.config
-    if voxel_settings(ours.data) != voxel_settings(theirs.data) or of_levels(ours) != of_levels(theirs):
+    if voxel_settings(ours.data) != voxel_settings(theirs.data) or noise_keys(ours) != noise_keys(theirs):
         raise ConfigError(
-            f"--guide {guide.checkpoint} was trained with other keys of data or diffusion than {info.checkpoint}; name "
+            f"--guide {guide.checkpoint} was trained with other keys of data or diffusion than {info.checkpoint}; use "
             "an earlier checkpoint of the same run (training.keep_every keeps them)"
         )
     if guide.step >= info.step and guide.checkpoint.parent == info.checkpoint.resolve().parent:
-        raise ConfigError(f"--guide {guide.checkpoint} is not earlier than {info.checkpoint}; name an earlier one")
+        raise ConfigError(f"--guide {guide.checkpoint} is not earlier than {info.checkpoint}; use an earlier one")
     if ours.diffusion.sampler_correction == 1:
         raise ConfigError("--guide has no effect with a correction of 1; add --correction 1.5")
 
 
-def run_of(checkpoint: Path) -> Path:
-    """The run directory of a checkpoint; the current one for a checkpoint outside a run.  Pure."""
+def run_directory(checkpoint: Path) -> Path:
+    """Return the run directory of a checkpoint, or the current directory for a checkpoint outside a run.  Pure."""
     parent = checkpoint.parent if checkpoint.parent.name else checkpoint.absolute().parent
     return parent.parent if parent.name == "checkpoints" else Path()
 
 
-def described(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
-    """The part of the record that samples and volumes share.  Reads the weights to hash them."""
+def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
+    """Return the part of the record that samples and volumes share.  Reads the weights to hash them."""
     diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume_index]
     return {
         "seed": request.seed,
@@ -125,10 +125,10 @@ def described(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
 
 
 class Network:
-    """A trained network and all that turns its output into estimates.
+    """A trained network, its schedule and its conditions.
 
     Args:
-        request: with the directory of a checkpoint.
+        request: its `checkpoint` is the directory of a checkpoint.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -140,69 +140,68 @@ class Network:
         guide = request.guide and read_checkpoint_info(request.guide, request.overrides)
         self.guide = Denoiser(guide, request.weights, self.schedule, self.device) if guide else None
         if problem := cudnn_problem(self.device, self.denoiser.amp, uses_channels_last(config.training, self.device)):
-            log.warning("sampling will be slow: %s", problem)
+            log.warning("Sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume_index
         self._conditioner = Conditioner(config.data.labels, data.greys.conditions, self.device)
 
-    def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
-        """The network's condition of `count` samples, from its voxels, [B, 1, Z, Y, X] as they are stored."""
+    def condition_for(self, stored: NDArray[Any] | None, count: int) -> Condition:
+        """Return the condition of `count` samples from its stored voxels, [B, 1, Z, Y, X]."""
         raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
         return self._conditioner(raw, [self._volume] * count)
 
     def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> Estimate:
-        """The estimate for a batch of tiles.
+        """Return the estimate for a batch of tiles.
 
         Args:
-            stored: their condition voxels, [B, 1, Z, Y, X] in their dtype; None = the condition is dropped.
+            stored: condition voxels in the stored dtype, [B, 1, Z, Y, X]; None = the condition is dropped.
         """
         config = self.info.config
         if stored is None and config.has_condition:
-            # Dropped as in training: zeros, the presence flag included.
+            # As in training, a dropped condition is 0, including the presence flag.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
-        condition = self.condition_of(stored, tiles)
+        condition = self.condition_for(stored, tiles)
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule, self.guide)
 
 
 class SamplingStoppedError(VesuviusError):
-    """A signal came before all was drawn and written."""
+    """A signal stopped sampling before it was complete."""
 
 
 @dataclass
-class Watch:
-    """Reports progress, and raises SamplingStoppedError once a stop is wanted."""
+class ProgressReporter:
+    """Reports progress, and raises SamplingStoppedError once a stop is requested."""
 
     stop: StopRequest | None = None
     on_progress: OnProgress = lambda what, done, total: None
-    resumable: bool = False  # the same command continues from what is done
+    resumable: bool = False  # the same command resumes
     _progress: str = "before the first step"
 
     def check(self) -> None:
-        """Raises SamplingStoppedError."""
-        if self.stop is not None and (asked := self.stop.pending()):
-            again = "what is done is kept: run the same command again to continue"
-            anew = "nothing of them is kept: run the same command again"
-            stopped = f"{asked[1]} stopped sampling {self._progress}; {again if self.resumable else anew}"
-            error = SamplingStoppedError(stopped)
-            error.exit_code = asked[0]
+        """Raise SamplingStoppedError if a stop is requested."""
+        if self.stop is not None and (pending := self.stop.pending()):
+            exit_code, signal = pending
+            remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
+            error = SamplingStoppedError(f"{signal} stopped sampling {self._progress}; {remedy}")
+            error.exit_code = exit_code
             raise error
 
-    def tell(self, what: str, done: int, total: int) -> None:
+    def report(self, what: str, done: int, total: int) -> None:
         """Report progress."""
         self._progress = f"after {done} of {total} {what}"
         self.on_progress(what, done, total)
 
-    def over(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-        """Yield so many items, and report each one when it is done."""
-        for number, item in enumerate(items):
+    def track(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+        """Yield the items and report each when it is done; `total` is their number."""
+        for done, item in enumerate(items, start=1):
             self.check()
             yield item
-            self.tell(what, number + 1, total)
+            self.report(what, done, total)
 
 
 @contextmanager
-def gpu_memory(batch_size: int) -> Iterator[None]:
-    """Turns torch's out-of-memory error into one with a remedy."""
+def translate_gpu_oom(batch_size: int) -> Iterator[None]:
+    """Translate torch's out-of-memory error into one with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:

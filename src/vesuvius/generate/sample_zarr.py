@@ -25,42 +25,41 @@ from vesuvius.volumes.geometry import FloatTriple
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
 SAMPLE = "sample"
-"""Its `attribute` of a group says how the samples were made."""
+"""Kind of the record in the attributes of a group of samples."""
 
 
 def sample_array(
     path: Path, shape: tuple[int, int, int, int], dtype: np.dtype[Any], voxel_size_um: FloatTriple | None
 ) -> zarr.Array[Any]:
-    """Create an OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), whose chunks are samples; returns it.
+    """Create an OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), one chunk per sample, and return it.
 
-    The axis of the samples has a type of its own, which OME-NGFF 0.4 allows before z, y and x.  A reader that fixes it
-    (`data.volumes[].select: [n]`) meets sample n as a volume like any other.
+    The sample axis has a custom type, which OME-NGFF 0.4 allows before z, y and x.  With `data.volumes[].select: [n]`,
+    sample n is read like any other volume.
 
     Args:
-        voxel_size_um: edge lengths (z, y, x); None = unknown, the scale is 1 without a unit.
+        voxel_size_um: edge lengths (z, y, x); None = unknown: scale 1 without a unit.
     """
     unit = "micrometer" if voxel_size_um else None
     metadata = multiscale(path.name.removesuffix(".zarr"), 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
     metadata["axes"].insert(0, {"name": "sample", "type": "sample"})
     metadata["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
     zarr.create_group(path, zarr_format=2, attributes={"multiscales": [metadata]})
-    # an absent chunk is a lost one
+    # every chunk is written: a missing one is then known to be lost
     return new_array(path, "0", shape, dtype, (1, *shape[1:]), write_empty_chunks=True)
 
 
 def record_samples(path: Path, record: dict[str, Any]) -> None:
-    """Write into the group of a `sample_array` how it was made, as plain JSON."""
+    """Write the record of a `sample_array`, plain JSON, into the attributes of its group."""
     zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
 
 
 def to_grey_values(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Model values -> grey values of a volume: -1 becomes low, +1 high.  Clipped to the dtype; integers and bool are
-    rounded.  Pure."""
+    """Convert model values to grey values: -1 becomes `grey.low`, +1 `grey.high`; see `cast_grey_values`.  Pure."""
     return cast_grey_values(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)
 
 
 def cast_grey_values(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Grey values in the dtype of a volume, clipped and rounded.  Pure."""
+    """Clip grey values to the range of a dtype and cast them; integers and bool are rounded.  Pure."""
     if greys.dtype == dtype:
         return greys
     greys = greys.astype(np.float64)
@@ -69,29 +68,29 @@ def cast_grey_values(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return greys.clip(limits.min, limits.max).astype(dtype)
     least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     greys, top = np.rint(greys), float(most)
-    # The largest integer of 8 bytes is no float64: the next one above it would wrap around.
+    # float64 cannot represent the largest 8-byte integer; the next value above it would wrap around.
     return greys.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Raises ConfigError where `out` exists, unless it is to be overwritten and holds nothing but samples."""
+    """Raise ConfigError if `out` exists, unless `overwrite` is set and it holds only samples."""
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise ConfigError(f"{out} exists, and samples do not replace it; choose another --out, or add --overwrite")
+        raise ConfigError(f"{out} already exists; choose another --out, or add --overwrite")
     ours = {SAMPLES, CONDITIONS, MONTAGE}
     if not out.is_dir() or out.is_symlink() or {entry.name for entry in out.iterdir()} - ours:
         raise ConfigError(
-            f"{out} does not hold samples alone, and --overwrite replaces nothing else; choose another --out, or move "
+            f"{out} holds other files than samples, which --overwrite does not replace; choose another --out, or move "
             "it away"
         )
 
 
 @contextmanager
 def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
-    """A new directory to write into, under a hidden name beside `out`; flushed and renamed to `out` at the end.
+    """Yield a new hidden directory next to `out`; at the end, flush it and rename it to `out`.
 
-    What was at `out` is replaced only then; an error leaves it as it was, and nothing new beside it.
+    An existing `out` is replaced only then.  After an error it is unchanged, and no new files are left.
 
     Args:
         what: the noun for messages.
@@ -115,8 +114,7 @@ def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
         except BaseException:
             if os.path.lexists(scratch / "old") and not os.path.lexists(out):
                 (scratch / "old").rename(out)
-            # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
-            # and make its directory again.
+            # zarr writes files concurrently and reports the first failure: others may still be created afterwards.
             for _ in range(4):
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""`vesuvius sample`: from a checkpoint to samples of the size of a patch, on disk in grey values and as a picture.
+"""`vesuvius sample`: from a checkpoint to patch-sized samples, on disk in grey values and as a picture.
 
-A sample depends on (seed, its number) alone, bit by bit for the same batch size: batches begin at multiples of the
-batch size, whatever the count, and the last one may be smaller.
+A sample depends only on (seed, its index), bit for bit at the same batch size: batches begin at multiples of the batch
+size, whatever the count, and the last one may be smaller.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vesuvius.generate.common import (
     GenerateRequest,
     Network,
     OnProgress,
-    Watch,
-    checked_checkpoint,
-    described,
-    gpu_memory,
-    run_of,
+    ProgressReporter,
+    base_record,
+    resolve_checkpoint,
+    run_directory,
+    translate_gpu_oom,
 )
 from vesuvius.generate.sample_zarr import (
     CONDITIONS,
@@ -67,28 +67,28 @@ log = logging.getLogger(__name__)
 class SampleRequest(GenerateRequest):
     """A request for samples."""
 
-    count: int  # samples to write, numbers 0 ... count - 1
-    out: Path | None  # directory to write; None: below the run's `samples/`
-    overwrite: bool  # replace samples that are there
+    count: int  # samples to write, indices 0 ... count - 1
+    out: Path | None  # directory to write; None = below the run's `samples/`
+    overwrite: bool  # replace existing samples
 
 
 def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
-    """Draw samples and write them with their conditions and a picture.  Returns what was written, in words.
+    """Generate samples and write them with their conditions and a picture.  Returns a summary for the terminal.
 
     Raises:
-        ConfigError: there is no checkpoint, arguments do not fit its config, or the output exists.
+        ConfigError: there is no checkpoint, the arguments do not fit its config, or the output exists.
         DataError: a condition cannot be read.
-        GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: as they say; nothing is left behind.
+        GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: nothing is left behind.
     """
     started = time.monotonic()
-    # One sample does not take the time of a batch.
+    # a batch larger than the count would waste time
     request = replace(request, batch_size=min(request.batch_size, request.count))
-    info = checked_checkpoint(request)
+    info = resolve_checkpoint(request)
     request = replace(request, checkpoint=info.checkpoint)
     out = request.out or default_out(request, info)
     check_target(out, request.overwrite)
-    with StopRequest(None) as stop, atomic_directory(out) as staged, gpu_memory(request.batch_size):
-        evaluations = _draw(request, info, Watch(stop, on_progress), staged)
+    with StopRequest(None) as stop, atomic_directory(out) as staged, translate_gpu_oom(request.batch_size):
+        evaluations = _generate_all(request, info, ProgressReporter(stop, on_progress), staged)
     shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume_index].dtype.name
     seconds = time.monotonic() - started
     return (
@@ -97,13 +97,13 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
     )
 
 
-def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory: Path) -> int:
-    """Draw all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
+def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: ProgressReporter, directory: Path) -> int:
+    """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, network = info.config, Network(request)
     volume, grey = info.data.volumes[request.volume_index], info.data.greys.volumes[request.volume_index]
     scale = magnification(config.data.patch_size)
     log.info(
-        "sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
+        "Sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
         *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
         *(network.device, network.denoiser.amp),
     )
@@ -112,9 +112,9 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
     done, cells, evaluations = itertools.count(1), list[MontageCell](), 0
 
     def step_done(step: int, x: Tensor) -> None:
-        """Report a sampling step, and end here if a stop is wanted."""
-        watch.tell("sampling steps", next(done), len(batches) * config.diffusion.sampler_steps)
-        watch.check()
+        """Report a sampling step, and stop here if requested."""
+        progress.report("sampling steps", next(done), len(batches) * config.diffusion.sampler_steps)
+        progress.check()
 
     shape = (request.count, *config.data.patch_size)
     samples = sample_array(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
@@ -125,7 +125,7 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
                 ConditionPatches(config.data, info.data, request.volume_index, request.seed)
             )
             size_um = conditions.voxel_size_um or volume.voxel_size_um
-            shown = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
+            condition_array = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.read(numbers) if conditions else None
@@ -138,7 +138,7 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
                 (1, *config.data.patch_size),
                 network.device,
                 guide=network.guide,
-                condition=network.condition_of(None if stored is None else stored[:, None], len(numbers)),
+                condition=network.condition_for(None if stored is None else stored[:, None], len(numbers)),
                 on_step=step_done,
             )
             x_0 = drawn[:, 0].cpu().numpy()
@@ -151,13 +151,13 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
             samples[rows] = to_grey_values(x_0, grey, volume.dtype)
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
-                shown[rows] = stored
+                condition_array[rows] = stored
                 pictures = [conditions.to_model_values(stored), x_0]
                 caption = "{}: labels, sample" if config.data.labels else "{}: condition, sample"
-            for place, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
-                row = np.hstack([orthogonal_slices(values[place], scale) for values in pictures])
+            for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
+                row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
-        record = describe(request, info, network.denoiser.amp, evaluations)
+        record = sample_record(request, info, network.denoiser.amp, evaluations)
         record_samples(directory / SAMPLES, record)
         if conditions:
             starts = [conditions.start_zyx(number) for number in record["numbers"]]
@@ -173,9 +173,9 @@ def _draw(request: SampleRequest, info: CheckpointInfo, watch: Watch, directory:
 
 
 def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
-    """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run.
+    """Return `runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`, or `samples/...` for a checkpoint outside a run.
 
-    Guidance, volume and weights are named where they are not the defaults.
+    Other options are part of the name if they differ from their defaults.
     """
     diffusion = info.config.diffusion
     name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
@@ -184,66 +184,65 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name += f"_{request.guide.name}" if request.guide else ""
     name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
-    return run_of(info.checkpoint) / "samples" / name
+    return run_directory(info.checkpoint) / "samples" / name
 
 
-def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:
-    """How the samples were made, as plain JSON for the attributes of their array."""
+def sample_record(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:
+    """Return the record of the samples, plain JSON for the attributes of their group."""
     return {
         "numbers": list(range(request.count)),
         "noise": info.config.diffusion.noise,
         "evaluations_per_sample": evaluations,
         "checkpoint": str(info.checkpoint),
         "amp": amp,
-        **described(info, request),
+        **base_record(info, request),
     }
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):
-    """Cuts the condition of each sample out of a condition volume; the data volume itself need not exist.
+    """Cuts the condition of each sample from a condition volume; the data volume itself need not exist.
 
     Attributes:
         volume: the opened condition volume.
     """
 
-    def __init__(self, config: DataConfig, facts: DataFacts, number: int, seed: int) -> None:
-        """Reads metadata.  Raises DataError where the condition volume cannot be used.
+    def __init__(self, config: DataConfig, facts: DataFacts, volume_index: int, seed: int) -> None:
+        """Reads metadata.  Raises DataError if the condition volume cannot be used.
 
         Args:
-            facts: the grey ranges of conditions, and the shapes and factors of volumes.
-            number: which of `data.volumes`.
+            facts: intensity ranges of conditions, shapes and factors of volumes.
         """
-        spec = config.volumes[number].condition
+        spec = config.volumes[volume_index].condition
         assert spec is not None
         self.volume = open_volume(spec, config.store, config.missing_chunk, config.condition_nan)
         self._patch_zyx, self._seed = config.patch_size, seed
-        volume = facts.volumes[number]
+        volume = facts.volumes[volume_index]
         shape = volume.shape_zyx or covered_shape(self.volume.shape_zyx, volume.condition_factors)
         self._alignment = Alignment(shape, self.volume.shape_zyx, volume.condition_factors, volume.condition_offsets)
         split = split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
         self._box = split.validation or split.train
         self._labels = config.labels
         low, high = (min(self._labels), max(self._labels)) if self._labels else (0, 0)
-        self._grey = IntensityRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[number]
+        self._grey = IntensityRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[volume_index]
 
     def __exit__(self, *_: object) -> None:
         self.volume.close()
 
     def start_zyx(self, sample: int) -> Triple:
-        """Where the condition of a sample begins, from (seed, sample) alone: every place is equally likely.  Pure."""
+        """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""
         rng = np.random.default_rng((self._seed, int(Purpose.CONDITION_POSITION), sample))
         last = [stop - size for stop, size in zip(self._box[1], self._patch_zyx, strict=True)]
         return triple(rng.integers(self._box[0], last, endpoint=True).tolist())
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
-        """Edge lengths (z, y, x) of what is shown, if the condition's metadata say them."""
+        """Edge lengths (z, y, x) of the voxels of the conditions, if the metadata give them."""
         if (size_um := self.volume.voxel_size_um) is None:
             return None
         return triple(size / float(factor) for size, factor in zip(size_um, self._alignment.factors, strict=True))
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
-        """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
+        """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
         boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
         stored = [self._alignment.read(box, self.volume.read) for box in boxes]
         for box, voxels in zip(boxes, stored, strict=True):
@@ -252,6 +251,6 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         return np.stack(stored)
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
-        """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
+        """Convert to model values for a picture: low grey or label 0 to -1, high grey or last label to +1.  Pure."""
         values: NDArray[np.float32] = normalised(torch.from_numpy(stored), intensity_scales([self._grey])).numpy()
         return values

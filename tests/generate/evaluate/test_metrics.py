@@ -45,7 +45,7 @@ def judged(generated: Voxels, steps: int = 2) -> Comparison:
         return SOUGHT[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PLACES", 2**15)  # a quarter of a second instead of five
+        patch.setattr(module, "_POSITIONS", 2**15)  # a quarter of a second instead of five
         patch.setattr(module, "nearest_distances", once)
         return compare(drawn, real, AugmentConfig(), steps)
 
@@ -112,14 +112,14 @@ def test_samples_under_held_out_conditions_are_tested_on_places_that_training_of
     every = overlapping(np.zeros((24, 64, 192), np.float32), 80, rng)
     shown, held_out = every.rows(range(40)), every.rows(range(40, 80))
     assert shown.is_conditional
-    shown = replace(shown, side=disjoint_sides(shown.places, PATCH, 40))
+    shown = replace(shown, side=disjoint_sides(shown.locations, PATCH, 40))
     found = folds(shown, held_out)
     assert len(found) == 2
     for train, test, real in found:
-        assert shown.places is not None
-        assert held_out.places is not None
-        for rows, places in ((test, shown.places), (real, held_out.places)):
-            apart = abs(shown.places[train][:, None] - places[rows][None]) >= (1, *PATCH)
+        assert shown.locations is not None
+        assert held_out.locations is not None
+        for rows, places in ((test, shown.locations), (real, held_out.locations)):
+            apart = abs(shown.locations[train][:, None] - places[rows][None]) >= (1, *PATCH)
             assert apart.any(2).all()
     free = patch_set(np.zeros((40, *PATCH), np.float32))
     assert [(len(a), len(b), len(c), len(set(a) & set(b))) for a, b, c in folds(free, held_out)] == [
@@ -153,10 +153,10 @@ def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap()
         rng = np.random.default_rng(seed)
         real, drawn = (scroll(1000 + 2 * seed + k, (24, 64, 96), air=False) for k in (0, 1))
         every = overlapping(real, 160, rng)
-        side = disjoint_sides(every.places, PATCH, len(every))
+        side = disjoint_sides(every.locations, PATCH, len(every))
         training, beside = (every.rows(np.flatnonzero(side == k)[:40]) for k in (0, 1))
         other = overlapping(drawn, 40, rng)
-        other = replace(other, places=other.places - (1, 0, 0, 0))
+        other = replace(other, locations=other.locations - (1, 0, 0, 0))
         shown = [each.values for each in (beside, training, other)]
         found.append(classifier_auc(beside, training, other, shown, knows_by_heart))
     found = [each for each in found if math.isfinite(each.distance)]

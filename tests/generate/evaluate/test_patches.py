@@ -139,15 +139,15 @@ def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_pat
     places = np.array([(0, 0, y, 100) for y in (0, 4, 8, 12, 16) * 8])
     stored = np.stack([scan[:8, y : y + 16, :16] for _, _, y, _ in places])
     shown = generated_set(GeneratedPatches(stored, places), source, has_condition=True)
-    assert shown.places is not None
-    assert set(shown.places[:, 2].tolist()) == {8, 12, 16}
+    assert shown.locations is not None
+    assert set(shown.locations[:, 2].tolist()) == {8, 12, 16}
     assert len(shown) == 24
     assert shown.is_conditional
     assert set(shown.side.tolist()) <= {0, 1, -1}
     training = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (8, 12) * 8]))
     assert set(generated_set(training, source, has_condition=True).side.tolist()) == {-1}
     few = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8]))
-    with pytest.raises(ConfigError, match="8 of 16 samples lie at places with enough foreground"):
+    with pytest.raises(ConfigError, match="Only 8 of 16 samples have conditions with enough foreground"):
         generated_set(few, source, has_condition=True)
 
 

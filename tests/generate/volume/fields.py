@@ -13,11 +13,11 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.generate.common import Watch
-from vesuvius.generate.volume.block_array import Field
+from vesuvius.generate.common import ProgressReporter
+from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.tasks import Blocks, Sampling, TaskRunner, VolumeJob, live_blocks, this_process
-from vesuvius.generate.volume.tiling import Pass, Tiling, advanced, block_noise, corrected, shared_part
+from vesuvius.generate.volume.tasks import Blocks, TaskRunner, VolumeJob, VolumeSampler, active_blocks, run_locally
+from vesuvius.generate.volume.tiling import Pass, Tiling, advance, block_noise, correct_known, overlap_slices
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]
@@ -75,14 +75,14 @@ def tiled(tiling: Tiling, estimate: Estimate, tiles: Sequence[int] | None = None
     return estimated
 
 
-def live_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
+def active_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
     """The voxels of live blocks, and the tiles over them.
 
     Args:
         gap: bool, of the shape of the volume.
     """
     live, tiles = torch.zeros_like(gap), set()
-    blocks = live_blocks(tiling, lambda box: gap[slices(box)].numpy(), Watch())
+    blocks = active_blocks(tiling, lambda box: gap[slices(box)].numpy(), ProgressReporter())
     for block in blocks:
         live[slices(tiling.block_box(block))] = True
         tiles |= set(tiling.tiles_over(tiling.block_box(block)))
@@ -102,33 +102,35 @@ def filled(
     x = torch.where(gap, noise, level.alpha * known + level.sigma * noise)
     for step in passes:
         x_0 = estimate(x, step.level)[0]
-        x = corrected(step, x, x_0, known if live is None else torch.where(live, known, torch.nan))
+        x = correct_known(step, x, x_0, known if live is None else torch.where(live, known, torch.nan))
         if step.row is not None:
             x_0 = torch.where(gap, x_0, known)
-            x, before = advanced(step, x, x_0, before, None), x_0
+            x, before = advance(step, x, x_0, before, None), x_0
     return x
 
 
-def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> TaskRunner:
+def runner_of(job: VolumeJob, folder: Path, estimate: Estimate) -> TaskRunner:
     return TaskRunner(job, folder, lambda condition: estimate, torch.device("cpu"))
 
 
-def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
+def drawn(
+    job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, progress: ProgressReporter | None = None
+) -> np.ndarray:
     """The last state of a volume that is begun, or continued, in `folder`; by actors of Ray if `workers` is above 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    watch, whole = watch or Watch(), ((0, 0, 0), job.tiling.shape_zyx)
+    progress, whole = progress or ProgressReporter(), ((0, 0, 0), job.tiling.shape_zyx)
     live: Blocks = range(job.tiling.blocks)
     if job.inpaint:
-        known = Field(folder / "known", job.tiling)
-        live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch)
-    sampling = Sampling(job, folder, watch, live)
+        known = BlockArray(folder / "known", job.tiling)
+        live = active_blocks(job.tiling, lambda box: np.isnan(known.read(box)), progress)
+    sampling = VolumeSampler(job, folder, progress, live)
 
-    def open_work() -> TaskRunner:
-        return work_of(job, folder, estimate)
+    def open_runner() -> TaskRunner:
+        return runner_of(job, folder, estimate)
 
-    by = this_process(open_work) if workers == 1 else ray_workers(open_work, workers, 0, None, watch.check)
-    with by as run_parts:
-        x = sampling.run(run_parts, workers).read(whole, sampling.used)
+    by = run_locally(open_runner) if workers == 1 else ray_workers(open_runner, workers, 0, None, progress.check)
+    with by as run_tasks:
+        x = sampling.run(run_tasks, workers).read(whole, sampling.used)
     for block in set(range(job.tiling.blocks)) - set(sampling.used):
         box = job.tiling.block_box(block)
         x[slices(box)] = known.read(box)
@@ -139,7 +141,7 @@ def box_noise(seed: int, stream: int, number: int, tiling: Tiling, box: Box) -> 
     """The noise of the blocks, over any box."""
     noise = torch.empty(shape_of(box), dtype=torch.float32)
     for block in tiling.blocks_over(box):
-        _, there, here = shared_part(tiling.block_box(block), box)
+        _, there, here = overlap_slices(tiling.block_box(block), box)
         noise[here] = block_noise(seed, stream, number, tiling, block)[there]
     return noise
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.generate.volume.fields import (
+    active_voxels,
     by_wavelength,
     covariance,
     exact_estimate,
@@ -23,13 +24,12 @@ from tests.generate.volume.fields import (
     falling,
     field_levels,
     filled,
-    live_voxels,
     tiled,
 )
 from vesuvius.config import DiffusionConfig, SamplerMethod, Triple
 from vesuvius.diffusion.sampler import sample
 from vesuvius.generate.volume.run import VolumeRequest
-from vesuvius.generate.volume.tiling import Tiling, passes_of
+from vesuvius.generate.volume.tiling import Tiling, make_passes
 from vesuvius.volumes.box import slices
 
 PATCH, SHAPE, STEPS = (1, 6, 6), (1, 24, 24), 40
@@ -121,11 +121,11 @@ def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> 
     unit = torch.eye(voxels, dtype=torch.float64).view(-1, 1, *SHAPE)
     gap = torch.zeros(SHAPE, dtype=torch.bool)
     gap[0, LOW:HIGH, LOW:HIGH] = True
-    live, tiles = live_voxels(tiling, gap)
+    live, tiles = active_voxels(tiling, gap)
     assert int(live.sum()) == 12 * 12, "known voxels three from the gap are in no live block"
-    passes = passes_of(field_levels(FIELD, PATCH, steps), "dpmpp2m", rounds=rounds)
+    passes = make_passes(field_levels(FIELD, PATCH, steps), "dpmpp2m", rounds=rounds)
     if not corrects:
-        passes = tuple(replace(step, pull=0.0) for step in passes)
+        passes = tuple(replace(step, relaxation=0.0) for step in passes)
     noise, values = (torch.cat(pair) for pair in ((unit, 0 * unit), (0 * unit, unit)))
     estimate = tiled(tiling, exact_estimate(FIELD, PATCH), tiles)
     drawn = filled(passes, estimate, noise, torch.where(gap, torch.nan, values), live)[:, 0, 0].unflatten(0, (2, -1))

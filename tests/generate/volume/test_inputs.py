@@ -35,7 +35,7 @@ def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises:
         with Inputs(given, CONFIG) as inputs:
             assert inputs.shape_zyx == RAW
     else:
-        with pytest.raises(raises, match=r"mask .*do not lie at the same place|Cannot align .*mask"):
+        with pytest.raises(raises, match=r"mask .*are not aligned|Cannot align .*mask"):
             Inputs(given, CONFIG)
 
 

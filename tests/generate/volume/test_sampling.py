@@ -16,26 +16,26 @@ import pytest
 import torch
 
 from tests.generate.volume.fields import (
+    active_voxels,
     box_noise,
     drawn,
     exact_estimate,
     falling,
     field_levels,
     filled,
-    live_voxels,
+    runner_of,
     tiled,
-    work_of,
 )
 from tests.support.forked import in_child
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
-from vesuvius.generate.common import SamplingStoppedError, Watch
+from vesuvius.generate.common import ProgressReporter, SamplingStoppedError
 from vesuvius.generate.volume import ray_workers
-from vesuvius.generate.volume.block_array import Field
+from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.run import state_bytes
-from vesuvius.generate.volume.tasks import Sampling, State, VolumeJob, forget_unflushed, live_blocks
-from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, passes_of
+from vesuvius.generate.volume.tasks import State, VolumeJob, VolumeSampler, active_blocks, delete_unflushed_tiles
+from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, make_passes
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)
@@ -70,7 +70,7 @@ def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, 
     last = "00007" if method == "heun" else "00004"  # which takes two passes per step, and one for the last
     assert sorted(path.name for path in tmp_path.iterdir()) == [last], "older states are deleted"
     assert not list((tmp_path / last / "tiles").iterdir())
-    np.testing.assert_array_equal(Field(tmp_path / last / "x", TILING).read(ALL), found)
+    np.testing.assert_array_equal(BlockArray(tmp_path / last / "x", TILING).read(ALL), found)
 
 
 def test_noise_is_white_and_follows_from_seed_step_and_block_alone() -> None:
@@ -92,18 +92,18 @@ def test_noise_is_white_and_follows_from_seed_step_and_block_alone() -> None:
 
 def test_any_order_of_parts_gives_the_same_bits(tmp_path: Path) -> None:
     expected = drawn(job(batch_size=3), tmp_path / "in order", ESTIMATE)
-    work, rng = work_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
+    runner, rng = runner_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
     blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
-    State(tmp_path / "mixed", work._job, 0).create()
+    State(tmp_path / "mixed", runner._job, 0).create()
     for block in rng.sample(blocks, len(blocks)):
-        work.start(block)
+        runner.start_block(block)
     for number in range(4):
-        State(tmp_path / "mixed", work._job, number + 1).create()
+        State(tmp_path / "mixed", runner._job, number + 1).create()
         for batch in rng.sample(batches, len(batches)):
-            work.tiles(number, batch)
+            runner.evaluate_tiles(number, batch)
         for block in rng.sample(blocks, len(blocks)):
-            work.block(number, block)
-    np.testing.assert_array_equal(State(tmp_path / "mixed", work._job, 4).x.read(ALL), expected)
+            runner.step_block(number, block)
+    np.testing.assert_array_equal(State(tmp_path / "mixed", runner._job, 4).x.read(ALL), expected)
 
 
 def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
@@ -152,13 +152,13 @@ def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_i
         return ESTIMATE(x, level)
 
     told: list[tuple[int, int]] = []
-    watch = Watch(on_progress=lambda what, done, total: told.append((done, total)))
+    progress = ProgressReporter(on_progress=lambda what, done, total: told.append((done, total)))
     if deadly:
         monkeypatch.setattr(ray_workers, "_RETRIES", 0)  # each takes the start of an actor
-        with pytest.raises(VesuviusError, match=r"ended its worker 1 time.*what is done is kept"):
+        with pytest.raises(VesuviusError, match=r"killed its worker 1 time.*run the same command again to resume"):
             drawn(job(), tmp_path / "two", dying, workers=2)
         return
-    np.testing.assert_array_equal(drawn(job(), tmp_path / "two", dying, workers=2, watch=watch), expected)
+    np.testing.assert_array_equal(drawn(job(), tmp_path / "two", dying, workers=2, progress=progress), expected)
     assert victim.exists()
     assert told == [(n + 1, 4 * TILING.tiles) for n in range(4 * TILING.tiles)]
 
@@ -177,7 +177,7 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
 
     folder = tmp_path / "stopped"
     with pytest.raises(SamplingStoppedError) as stopped:
-        drawn(job(), folder, counting, watch=Watch(Stop()))
+        drawn(job(), folder, counting, progress=ProgressReporter(Stop()))
     assert stopped.value.exit_code == 75
     assert calls[0] == 50
     np.testing.assert_array_equal(drawn(job(), folder, counting), expected)
@@ -187,13 +187,13 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
 def test_after_a_crash_of_the_machine_predictions_are_made_anew(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     folder = tmp_path / "crashed"
-    work, state = work_of(job(), folder, ESTIMATE), State(folder, job(), 0)
+    runner, state = runner_of(job(), folder, ESTIMATE), State(folder, job(), 0)
     state.create()
     for block in range(TILING.blocks):
-        work.start(block)
+        runner.start_block(block)
     state.tile(3).write_bytes(bytes(4 * math.prod(PATCH)))  # its name has reached the disk, and its voxels have not
     (folder / "boot").write_text("another")
-    forget_unflushed(folder)
+    delete_unflushed_tiles(folder)
     np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
 
 
@@ -210,11 +210,11 @@ def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
         flushed.add(stamp(os.fstat(descriptor)))
 
     def deleting(state: State) -> None:
-        after = State(tmp_path, job(), state.number + 1)
+        after = State(tmp_path, job(), state.pass_index + 1)
         paths = [path for path in after.path.rglob("*") if not path.match("tiles*")]
-        assert len(paths) == 2 + TILING.blocks * (2 if 0 <= state.number < 2 else 1)
+        assert len(paths) == 2 + TILING.blocks * (2 if 0 <= state.pass_index < 2 else 1)
         assert all(stamp(path.stat()) in flushed for path in paths)
-        deleted.append(state.number)
+        deleted.append(state.pass_index)
         delete(state)
 
     monkeypatch.setattr(os, "fsync", flushing)
@@ -224,7 +224,7 @@ def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
 
 
 def write_known(folder: Path, values: np.ndarray) -> None:
-    field = Field(folder / "known", TILING)
+    field = BlockArray(folder / "known", TILING)
     field.create()
     for block in range(TILING.blocks):
         box = TILING.block_box(block)
@@ -234,15 +234,15 @@ def write_known(folder: Path, values: np.ndarray) -> None:
 def test_known_voxels_follow_their_own_noise_to_the_end_and_shape_the_rest(tmp_path: Path) -> None:
     known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE)).numpy()
     known[2:5, 3:9, 4:10] = np.nan
-    drawings = {}
+    volumes = {}
     for name, values in {"plain": known, "shifted": known + 3}.items():
         write_known(tmp_path / name, values)
-        drawings[name] = drawn(job(inpaint=True), tmp_path / name, ESTIMATE)
+        volumes[name] = drawn(job(inpaint=True), tmp_path / name, ESTIMATE)
         there = ~np.isnan(values)
-        np.testing.assert_allclose(drawings[name][there], values[there], atol=1e-5)
-        assert np.isfinite(drawings[name]).all()
+        np.testing.assert_allclose(volumes[name][there], values[there], atol=1e-5)
+        assert np.isfinite(volumes[name]).all()
     gap = np.isnan(known)
-    assert (drawings["shifted"] - drawings["plain"])[gap].mean() > 0.5
+    assert (volumes["shifted"] - volumes["plain"])[gap].mean() > 0.5
 
 
 def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
@@ -250,7 +250,7 @@ def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
     for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):
         tiling = Tiling(shape, patch, 0.5)
         gaps = rng.random(shape) < 0.004
-        found = live_blocks(tiling, lambda box: gaps[slices(box)], Watch())  # noqa: B023
+        found = active_blocks(tiling, lambda box: gaps[slices(box)], ProgressReporter())  # noqa: B023
         for block in range(tiling.blocks):
             lo, hi = tiling.block_box(block)
             near = tuple(slice(max(0, a - p // 2), b + p // 2) for a, b, p in zip(lo, hi, patch, strict=True))
@@ -261,18 +261,18 @@ def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
 def test_rounds_of_a_volume_on_disk_equal_those_in_memory(tmp_path: Path) -> None:
     known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE))
     known[4:6, 9:11, 3:5] = torch.nan
-    live, tiles = live_voxels(TILING, known.isnan())
+    live, tiles = active_voxels(TILING, known.isnan())
     assert not live.all(), "some blocks are too far from the gap"
     work = job("dpmpp2m", inpaint=True, rounds=3)
     write_known(tmp_path, known.numpy())
-    passes = passes_of(LEVELS, "dpmpp2m", rounds=3)
+    passes = make_passes(LEVELS, "dpmpp2m", rounds=3)
     assert len(passes) == 12
     expected = filled(passes, tiled(TILING, ESTIMATE, tiles), first_noise()[0, 0], known, live)
     np.testing.assert_allclose(drawn(work, tmp_path, ESTIMATE), expected.numpy(), atol=1e-4)
 
 
 def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"NaN .* for the tile z 0:4, y 0:6, x \d:\d at sampling pass 0"):
+    with pytest.raises(NonFiniteError, match=r"NaN .* for tile z 0:4, y 0:6, x \d:\d in sampling pass 0"):
         drawn(job(), tmp_path, lambda x, level: (torch.full_like(x, torch.nan), x))
 
 
@@ -288,7 +288,11 @@ def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp
         state.create()
         State(tmp_path, work, 0).create()
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
-        found = list(Sampling(work, tmp_path, Watch(), every).parts_of(0, list(range(32)), lambda parts: iter(parts)))
+        found = list(
+            VolumeSampler(work, tmp_path, ProgressReporter(), every).run_group(
+                0, list(range(32)), lambda parts: iter(parts)
+            )
+        )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.volume.tiling import Tiling, axis_starts
+from vesuvius.generate.volume.tiling import Tiling, tile_starts
 from vesuvius.volumes.box import shape_of, slices
 
 AXIS = st.tuples(st.integers(1, 6), st.integers(0, 13))
@@ -49,7 +49,7 @@ def test_who_shares_a_voxel_with_a_box_is_found(tiling: Tiling) -> None:
 
 @given(st.integers(1, 20), st.integers(0, 60), st.floats(0, 0.75))
 def test_tiles_are_evenly_spaced_and_overlap_by_the_share_at_least(patch: int, more: int, overlap: float) -> None:
-    starts = axis_starts(patch + more, patch, overlap)
+    starts = tile_starts(patch + more, patch, overlap)
     gaps = np.diff(starts)
     assert (starts[0], starts[-1]) == (0, more)
     assert len(gaps) == 0 or gaps.max() - gaps.min() <= 1
@@ -58,7 +58,7 @@ def test_tiles_are_evenly_spaced_and_overlap_by_the_share_at_least(patch: int, m
 
 
 def test_a_tile_counts_most_in_its_middle_and_least_at_its_faces() -> None:
-    shares = Tiling((1, 1, 24), (1, 1, 8), 0.5).shares[2][2]  # from 8, with a neighbour at either side
+    shares = Tiling((1, 1, 24), (1, 1, 8), 0.5).axis_weights[2][2]  # from 8, with a neighbour at either side
     window = np.sin(np.pi * (np.arange(8) + 0.5) / 8) ** 4
     np.testing.assert_allclose(shares, window / (window + np.roll(window, 4)), atol=1e-12)
     assert shares[0] < 0.002

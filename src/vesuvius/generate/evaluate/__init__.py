@@ -1,1 +1,1 @@
-"""How close generated patches come to real ones.  In: patches, a volume.  Out: metrics with floors, a page."""
+"""How close generated patches are to real ones.  In: patches, a volume.  Out: metrics with floors, a page."""

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.common import OnProgress, check_volume, run_of
+from vesuvius.generate.common import OnProgress, check_volume, run_directory
 from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compare
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
-from vesuvius.generate.sampling import SampleRequest, default_out, describe, generate_samples
+from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples, sample_record
 from vesuvius.report.curves import COLOURS, Chart, banded, chart
 from vesuvius.report.page import (
     FAIL,
@@ -138,7 +138,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "time without sampling": format_duration(seconds),
     }
     report = evaluation_page(config.name, str(info.checkpoint), described, comparison, notes)
-    folder = out or new_folder(run_of(info.checkpoint) / FOLDER)
+    folder = out or new_folder(run_directory(info.checkpoint) / FOLDER)
     with atomic_directory(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -173,7 +173,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
     if not out.exists():
         generate_samples(replace(asked, out=out), on_step)
         return out
-    wanted = describe(asked, info, "off", 0)
+    wanted = sample_record(asked, info, "off", 0)
     del wanted["amp"], wanted["evaluations_per_sample"]  # only drawing shows them
     check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
     log.info("using the existing samples: %s", out)

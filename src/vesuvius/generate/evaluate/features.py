@@ -1,7 +1,7 @@
-"""Fixed features of patches, and a classifier of them that is solved, not trained: a second opinion on the AUC.
+"""Fixed features of patches and a classifier in closed form: a second AUC, independent of the CNN's.
 
-What fools a small CNN need not fool it: it sees grey values and edges by scale, knows no position and draws nothing at
-random.  Pure.  Source: Hofmann et al. 2008 for kernel ridge regression.
+The features are grey values and edges at each scale, without positions and without randomness, so a defect that a small
+CNN misses may show here.  Pure.  Source: Hofmann et al. 2008 for kernel ridge regression.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ Floats = NDArray[np.float64]
 
 _GREYS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 _EDGES = (0.1, 0.5, 0.9)
-_BLOCK = 4  # voxels of a scale, in which edges have one direction
-_LEAST_SQUARE = 1e-6  # of model values: what differs less is flat
+_BLOCK = 4  # voxels along each axis over which the structure tensor is averaged
+_LEAST_SQUARE = 1e-6  # squared difference of model values below which a block counts as flat
 _RIDGE = 0.1
 
 
 def patch_features(patch: NDArray[np.float32]) -> Floats:
-    """Quantiles of the grey values of one patch [Z, Y, X]; of it and its halved, quartered, ... copies how strong edges
-    are, and how much they have one direction: float64 [F], as many for each patch of a shape.
+    """Return the features of a patch [Z, Y, X]: float64 [F], where F depends on the shape only.
 
-    Of the structure tensor of each block (Foerstner 1986): the logarithms of the mean eigenvalues, and of quantiles of
-    the largest one.
+    Quantiles of the grey values; then, for the patch and its copies halved again and again, the logarithms of the mean
+    eigenvalues of the structure tensor (Foerstner 1986) and of quantiles of the largest one: strength and direction of
+    edges.
     """
-    scale, found = torch.from_numpy(patch)[None, None], [torch.from_numpy(np.quantile(patch, _GREYS))]
+    scale, features = torch.from_numpy(patch)[None, None], [torch.from_numpy(np.quantile(patch, _GREYS))]
     while min(scale.shape[2:]) > 1:
         eigenvalues = _structure(scale[0, 0])
         strongest = eigenvalues[:, -1].quantile(torch.tensor(_EDGES, dtype=torch.float64))
-        found.append((torch.cat([eigenvalues.mean(0), strongest]) + _LEAST_SQUARE).log())
+        features.append((torch.cat([eigenvalues.mean(0), strongest]) + _LEAST_SQUARE).log())
         scale = F.avg_pool3d(scale, 2)
-    return torch.cat(found).numpy()
+    return torch.cat(features).numpy()
 
 
 def _structure(values: Tensor) -> Tensor:
-    """Eigenvalues of the structure tensor of each block, rising: float64 [blocks, 3]."""
+    """Return the eigenvalues of the structure tensor of each block, ascending: float64 [blocks, 3]."""
     inner = [slice(size - 1) for size in values.shape]
     slopes = torch.stack([values.diff(dim=axis)[tuple(inner)] for axis in range(3)])
     block = [min(_BLOCK, size) for size in slopes.shape[1:]]

@@ -1,8 +1,8 @@
-"""Sets of patches -> metrics, each beside its floor: the metric of training patches in place of generated ones.
+"""Sets of patches -> metrics, each with its floor: the same metric with training patches instead of generated ones.
 
-A model that has learned the distribution perfectly comes out at the floor.  Whether a metric is beyond it is a
-permutation test: how often is it as far if patches change places at random?  Patches that share voxels change places
-together.  What cannot be measured is NaN, and then the reading of the metric is "unknown".  Pure.
+A model that has learned the distribution perfectly reaches the floor.  A permutation test decides whether a metric is
+beyond it: how often is it as far if patches are swapped at random?  Patches that share voxels are swapped together.  A
+metric that cannot be measured is NaN, with the reading "unknown".  Pure.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Floats = NDArray[np.float64]
 Voxels = NDArray[np.float32]
 
 LEVEL = 0.05
-"""How often some texture metric of a perfect model is said to be beyond the floor."""
+"""Significance level: how often some texture metric of a perfect model is called beyond the floor."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
-_ENOUGH = 256  # samples that a classifier needs, about, to learn what is wrong with them
+_ENOUGH = 256  # samples that a classifier needs, roughly, to learn their defects
 COPIES = "copies"
 _NEAR = 0.5
-_PLACES, _RUN = 2**19, 2**13  # places of training that are compared, about, and how many of them at a time
+_POSITIONS, _CHUNK = 2**19, 2**13  # positions in the training volume to compare, roughly, and positions at a time
 _POINTS, _CANDIDATES = 256, 32
-_LEAST_STD = 0.05  # of model values: below it there is no texture to compare
-_DARKEST = 1.2  # air far below the material would decide alone
+_LEAST_STD = 0.05  # standard deviation in model values below which a patch has no texture
+_DARKEST = 1.2  # limit of |model value|; air far below the material would dominate
 
 
 def _difference(key: str) -> Callable[[Texture, Texture], float]:
@@ -69,24 +69,24 @@ _TEXTURES: dict[str, tuple[str, Callable[[Texture, Texture], float]]] = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of the table; NaN = not known."""
+    """One row of the table; NaN = unknown."""
 
     key: str
     name: str
-    values: dict[str, float]  # of `generated`, `held_out` and `training` patches, where each set has one
-    distance: float  # of generated from held-out patches
-    floor: float | None  # of training from held-out patches; None = generated are compared with held-out ones directly
-    p: float  # how often the metric is as far by chance; of a texture metric, some of all of them
+    values: dict[str, float]  # of `generated`, `held_out` and `training`, if the metric has a value per set
+    distance: float  # from generated to held-out patches
+    floor: float | None  # from training to held-out patches; None = generated and held-out are compared directly
+    p: float  # how often the metric is as far by chance; for texture metrics, how often any of them is
     note: str = ""
 
     @property
     def beyond(self) -> bool | None:
-        """Whether the distance is farther than chance allows; None = not known."""
+        """Whether the distance is significant; None = unknown."""
         return None if math.isnan(self.p) else self.p < LEVEL
 
     @property
     def reading(self) -> str:
-        """In words: of the table and of the summary alike."""
+        """The result in words, for table and summary."""
         if self.beyond is None:
             return "unknown"
         if self.floor is None:
@@ -96,26 +96,26 @@ class Metric:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All metrics of an evaluation."""
+    """All metrics of an evaluation, and the textures for its charts."""
 
     metrics: tuple[Metric, ...]
-    textures: dict[str, Texture]  # of each set, for the curves
+    textures: dict[str, Texture]  # of each set
 
 
 def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Comparison:
-    """Measure everything.
+    """Measure all metrics.
 
     Args:
-        real: `training` takes the place of generated patches in the floor; of `sides` the classifier learns real
-            patches from the first, and is tested on the other.  (Held-out patches may show other things, and the AUC of
-            a perfect model would not be 0.5.)
-        augment: the symmetries that training draws, in which copies are looked for.
+        real: `training` replaces generated patches in the floor.  The classifiers learn real patches from the first of
+            `sides` and are tested on the second.  (Held-out patches may show other structures, so that the AUC of a
+            perfect model would not be 0.5.)
+        augment: the symmetries of training, in which copies are searched.
     """
     held_out = real.held_out
     sets = {"generated": generated, "held_out": held_out, "training": real.training}
-    # samples under held-out conditions are compared with what is there
+    # samples with held-out conditions are compared with the held-out patches
     taught, unseen = (real.sides[0], held_out) if generated.is_conditional else real.sides
-    # One thread per core, each with small tensors of its own, is twice as fast as torch's threads.
+    # One thread per core with its own small tensors is twice as fast as torch's threads.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -139,14 +139,14 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
 
 
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
-    """Two sets whose groups change places at random, as many groups on each side as before.
+    """Swap the groups of two sets at random, with as many groups on each side as before.
 
     Args:
-        one, other: the group of each patch of a set; those of a group stay together.
+        one, other: the group of each patch of a set; a group stays together.
 
     Yields:
-        bool [len(one) + len(other)]: which patches of both are on the first side.  Nothing where there are too few
-        groups for any of it to be rarer than `LEVEL`.
+        bool [len(one) + len(other)]: which patches of both are on the first side.  Nothing if there are too few groups
+        for significance at `LEVEL`.
     """
     first = np.unique(one, return_inverse=True)[1]
     count = int(first.max()) + 1
@@ -158,7 +158,7 @@ def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
 
 
 def permutation_p(found: float, by_chance: list[float]) -> float:
-    """The share of permutations that come out as large as what was found; NaN where that is not known."""
+    """Return the share of permutations with a value at least as large as `found`; NaN if unknown."""
     known = np.array(by_chance)[np.isfinite(by_chance)]
     if not math.isfinite(found) or 2 * len(known) < _EXCHANGES:
         return math.nan
@@ -166,11 +166,7 @@ def permutation_p(found: float, by_chance: list[float]) -> float:
 
 
 def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Metric]:
-    """Metrics of patch textures.
-
-    Args:
-        generated, training: groups of these patches.
-    """
+    """Return the texture metrics; `generated` and `training` are the groups of these patches."""
     whole = {name: combine_textures(each) for name, each in parts.items()}
     real, pooled = whole["held_out"], [*parts["generated"], *parts["training"]]
     swapped = [
@@ -196,38 +192,38 @@ def classifier_auc(
     scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
     named: tuple[str, str] = ("auc", "classifier AUC"),
 ) -> Metric:
-    """Two classifiers, each trained on one side of `other` and tested on the other side and on `real` patches.
+    """Train two classifiers, each on one side of `other`, and test each on the other side and on `real` patches.
 
-    The AUC is the mean of both, and p that of the smaller one for two tries; NaN where `other` has no two sides that
+    The AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
     share no voxel.  `real` shares none with `training`.
 
     Args:
-        shown: what the classifiers see of the patches of each set.
-        scores: of real and other patches to train on, how real each of some tests looks.
+        shown: classifier input for the patches of each set.
+        scores: trains on real and other patches and scores how real each test patch looks.
         named: key and name of the metric.
     """
     areas, chances = [], []
     for train, test, rows in folds(other, real):
         found = scores((shown[1], shown[2][train]), (shown[0][rows], shown[2][test]))
         pooled = np.concatenate(found)
-        # Wider groups, as patches that overlap across the border of two have like scores, too: of equal sets that are
-        # cut from two volumes, 3 % are told apart with these, 8 % with those of twice a patch.
+        # Wider groups, because overlapping patches on both sides of a border have similar scores: of equal sets cut
+        # from two volumes, 3 % differ significantly with groups of three patches, 8 % with groups of two.
         groups = real.groups(3)[rows], other.groups(3)[test]
         by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in permutations(*groups)]
         areas.append(area_under_curve(*found))
         chances.append(permutation_p(areas[-1], by_chance))
     area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
     if not known:
-        return Metric(*named, {}, area, 0.5, math.nan, "too few patches share no voxel")
+        return Metric(*named, {}, area, 0.5, math.nan, "too few disjoint patches")
     note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
     return Metric(*named, {}, area, 0.5, min(1.0, len(known) * min(known)), note)
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
-    """Rows of `other` to train on and to test on, and the real rows to test on; neither shares a voxel with the first.
+    """Return rows of `other` to train on, rows of `other` to test on, and real rows to test on, for each fold.
 
-    Patches that were drawn under conditions of held-out voxels show what is there: a classifier that has learned that
-    as generated would take the real patch for generated, too.
+    Test rows share no voxel with training rows.  This includes real ones: a patch generated from held-out labels shows
+    the same structures as the real patch, and a classifier that learned it as generated would call the real one so too.
     """
     found = []
     for k in (0, 1):
@@ -239,9 +235,9 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
 
 
 def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Metric:
-    """The share of patches whose nearest place of training is so near that they are copies of it, by distances.
+    """Return the share of patches that are copies, from the distances to the nearest training voxels.
 
-    A copy is below half of what 5 % of held-out patches are below.
+    A copy is nearer than half the distance that 5 % of held-out patches are below.
     """
     known, pooled = held_out[np.isfinite(held_out)], np.concatenate([generated, held_out])
     limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else math.nan
@@ -257,20 +253,20 @@ def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: 
 
 
 def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: AugmentConfig) -> Floats:
-    """Of each patch, the share of its variance that the most similar place of training leaves unexplained.
+    """Return the share of each patch's variance that the most similar part of the training volume leaves unexplained.
 
-    A place counts at every shift and in every symmetry that training draws, whatever its brightness and contrast.  All
-    places are compared at some points of a coarse picture, and the best ones at points of the voxels, at shifts nearby.
+    Compares at every shift and in every symmetry of training, regardless of brightness and contrast: all positions at
+    some points of a downsampled copy, then the best ones at points of the voxels, at nearby shifts.
 
     Args:
-        regions: model values of boxes that training draws from, each [Z, Y, X] and no smaller than a patch.
+        regions: model values of boxes of training voxels, each [Z, Y, X] and no smaller than a patch.
 
     Returns:
-        [N]; 0: the patch is a copy; 1: nothing is like it; NaN: it has no texture.
+        [N]; 0 = a copy, 1 = nothing is similar, NaN = the patch has no texture.
     """
     regions, patches = [region.clip(-_DARKEST, _DARKEST) for region in regions], patches.clip(-_DARKEST, _DARKEST)
     rng, shape, found = np.random.default_rng(0), patches.shape[1:], np.full(len(patches), math.nan)
-    coarse = next((c for c in range(1, 8) if sum(region.size for region in regions) <= _PLACES * c**3), 8)
+    coarse = next((c for c in range(1, 8) if sum(region.size for region in regions) <= _POSITIONS * c**3), 8)
     factors = [max(1, min(coarse, size // 4)) for size in shape]
     window = [size // factor for size, factor in zip(shape, factors, strict=True)]
     fine_points = rng.integers(0, np.array(shape)[:, None], (3, _POINTS))
@@ -280,17 +276,17 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
     symmetries = [(axes, turn) for axes in flips for turn in turns if not (2 in axes and augment.rot90)]
 
     def turned(patch: Voxels) -> list[Voxels]:
-        """The patch in every symmetry: views, because copies would take gigabytes."""
+        """Return the patch in every symmetry, as views: copies would take gigabytes."""
         return [np.rot90(np.flip(patch, axes), turn, (1, 2)) for axes, turn in symmetries]
 
     textured = [row for row, patch in enumerate(patches) if patch.std() >= _LEAST_STD]
     wanted = [each for row in textured for each in turned(_pooled(patches[row], factors))]
-    # Of each run of places the best: layers look alike all along, and one best place of all would be a wrong one.
-    runs = list[tuple[int, Tensor, Ints]]()  # region, fits and places of the best
+    # Keep the best of each chunk of positions: layers look alike along their length, so one global best may be wrong.
+    runs = list[tuple[int, Tensor, Ints]]()  # region, fit and position of the best
     for number, picture in enumerate(_pooled(region, factors) for region in regions if wanted):
-        every = _places([(0, size - part + 1) for size, part in zip(picture.shape, window, strict=True)])
-        for first in range(0, len(every), _RUN):
-            best = _fits(picture, every[first : first + _RUN], coarse_points, wanted).max(0)
+        every = _positions([(0, size - part + 1) for size, part in zip(picture.shape, window, strict=True)])
+        for first in range(0, len(every), _CHUNK):
+            best = _fits(picture, every[first : first + _CHUNK], coarse_points, wanted).max(0)
             runs.append((number, best.values, every[first + best.indices.numpy()]))
     for n, row in enumerate(textured):
         shown, columns = turned(patches[row]), slice(n * len(symmetries), (n + 1) * len(symmetries))
@@ -302,28 +298,28 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
             last = np.subtract(regions[number].shape, shape)
             low = np.clip(places[columns][way] * factors - factors, 0, last)
             high = np.minimum((places[columns][way] + 1) * factors, last) + 1
-            around = _places(list(zip(low, high, strict=True)))
+            around = _positions(list(zip(low, high, strict=True)))
             nearest = max(nearest, float(_fits(regions[number], around, fine_points, [shown[way]]).max()))
         found[row] = 1 - nearest**2
     return found
 
 
 def _pooled(voxels: Voxels, factors: list[int]) -> Voxels:
-    """Means of boxes; what is left over at the ends is dropped."""
+    """Return the means of boxes; incomplete boxes at the ends are dropped."""
     pooled: Voxels = avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
     return pooled
 
 
-def _places(ends: Sequence[tuple[int, int]]) -> Ints:
-    """[N, 3]: all places from the first of each pair to before the second."""
+def _positions(ends: Sequence[tuple[int, int]]) -> Ints:
+    """Return all positions in the half-open ranges `ends`: [N, 3]."""
     return np.stack(np.meshgrid(*(np.arange(*pair) for pair in ends), indexing="ij"), -1).reshape(-1, 3)
 
 
 def _fits(voxels: Voxels, places: Ints, points: Ints, wanted: Sequence[Voxels]) -> Tensor:
-    """How the voxels at some points beside each place correlate with those of each wanted part: [places, wanted]."""
+    """Return the correlation of voxels at `points` relative to each position with each wanted patch: [N, wanted]."""
 
     def standardised(rows: Tensor) -> Tensor:
-        """Without its mean and of length 1; 0 where it has hardly any texture."""
+        """Subtract the mean and scale to length 1; rows with hardly any texture become 0."""
         rows = rows - rows.mean(1, keepdim=True)
         length = rows.norm(dim=1, keepdim=True)
         return torch.where(length < _LEAST_STD * math.sqrt(rows.shape[1]) / 2, 0.0, rows / length.clamp(min=1e-9))

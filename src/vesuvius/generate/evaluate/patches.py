@@ -1,9 +1,9 @@
-"""The patches that are compared, as model values: held-out ones, those of training, generated ones.  Reads files.
+"""The patches to compare, as model values: held-out, training and generated ones.  Reads files.
 
-A model that has learned its training draws patches as training shows them: mirrored, turned, brighter or darker.  So
-real patches get the training's augmentation, each its own, and are rounded to grey values as generated ones are.
-Generated patches whose orientation is not the model's own, because they are cut from one volume or were drawn under
-conditions as they are stored, are mirrored and turned like real ones.
+A model that has learned its training data generates patches as training shows them: flipped, rotated, brighter or
+darker.  So each real patch gets a random augmentation of training, and is rounded to grey values as generated patches
+are.  Generated patches with an orientation not chosen by the model, because they are cut from one volume or follow
+conditions in their stored orientation, are flipped and rotated like real ones.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 LEAST_PATCHES = 16
 _SEARCHED_VOXELS = 2**27
 _HELD_OUT, _TRAINING, _GENERATED = range(3)
-"""Seeds of augmentations."""
+"""Seeds of the augmentations."""
 _STRIPES = (16, 8, 4, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class PatchSet:
-    """Patches of one origin."""
+    """Patches of one kind."""
 
     values: NDArray[np.float32]  # [N, Z, Y, X], model values
-    # [N, 4], volume and start: two patches of one volume may share voxels, or be drawn under conditions that do.
-    # Volume -1 = one volume that was drawn.  None = all are apart from all others
-    places: NDArray[np.int64] | None = None
-    # [N], 0 or 1, so that no patch shares a voxel with the other side (`disjoint_sides`); -1 = on neither
+    # [N, 4], volume index and start: patches of one volume, or their conditions, may share voxels.  Volume -1 = one
+    # generated volume.  None = no patches share voxels.
+    locations: NDArray[np.int64] | None = None
+    # [N], 0 or 1, so that no patch shares a voxel with the other side (`disjoint_sides`); -1 = on neither side
     side: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
@@ -56,80 +56,83 @@ class PatchSet:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether they were drawn under the conditions of known places of the run's volumes."""
-        return self.places is not None and bool((self.places[:, 0] >= 0).all())
+        """Whether they were generated with conditions from known locations in the run's volumes."""
+        return self.locations is not None and bool((self.locations[:, 0] >= 0).all())
 
     def groups(self, edge: int = 1) -> NDArray[np.int64]:
-        """[N], the cell of so many patches along each axis that each is in: patches of one may share voxels, and count
-        as one in tests."""
-        if self.places is None:
+        """Return the cell of `edge` patches along each axis in which each patch lies: [N].
+
+        Patches of one cell may share voxels and count as one in tests.
+        """
+        if self.locations is None:
             return np.arange(len(self))
-        found = self.places // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)
+        found = self.locations // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)
         return np.unique(found, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
     def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> PatchSet:
-        """Some of them."""
-        places = None if self.places is None else self.places[rows]
-        return PatchSet(self.values[rows], places, self.side[rows] if len(self.side) else self.side)
+        """Return a subset."""
+        locations = None if self.locations is None else self.locations[rows]
+        return PatchSet(self.values[rows], locations, self.side[rows] if len(self.side) else self.side)
 
 
 @dataclass(frozen=True, eq=False)
 class RealPatches:
-    """What a run's volumes hold."""
+    """Patches and voxels of a run's volumes."""
 
     held_out: PatchSet  # patches that training never sees
-    training: PatchSet  # as many that it draws, from all over its voxels
-    sides: tuple[PatchSet, PatchSet]  # others of these, in two sets that share no voxel
-    searched: list[NDArray[np.float32]]  # boxes of training voxels, in which nearest places are looked for
-    training_voxels: int  # how many there are in all
+    training: PatchSet  # as many training patches, from everywhere
+    sides: tuple[PatchSet, PatchSet]  # more training patches, in two sets that share no voxel
+    searched: list[NDArray[np.float32]]  # boxes of training voxels in which copies are searched
+    training_voxels: int  # total number of training voxels
 
 
 class RealSource:
     """Opens the volumes of a run.
 
     Args:
-        number: the volume to compare with; None = all.
-        greys: grey range of each volume of the run.
-        drawn: grey range and dtype that generated patches are stored in.
+        volume_index: volume to compare with; None = all.
+        greys: intensity range of each volume of the run.
+        generated: intensity range and dtype of generated patches.
     """
 
     def __init__(
         self,
         seed: int,
         config: DataConfig,
-        number: int | None,
+        volume_index: int | None,
         greys: Sequence[IntensityRange],
-        drawn: tuple[IntensityRange, np.dtype[Any]],
+        generated: tuple[IntensityRange, np.dtype[Any]],
     ) -> None:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
             raise ConfigError(
-                "The run holds out no patches to compare with (data.validation.fraction=0); train with 0.05 or the like"
+                "The run has no held-out patches (data.validation.fraction=0); train with a fraction such as 0.05"
             )
-        if number is not None:
-            config, greys = config.model_copy(update={"volumes": (config.volumes[number],)}), [greys[number]]
-        self.config, self.drawn, self._scales = config, drawn, intensity_scales(greys)
+        if volume_index is not None:
+            config = config.model_copy(update={"volumes": (config.volumes[volume_index],)})
+            greys = [greys[volume_index]]
+        self.config, self.stored_as, self._scales = config, generated, intensity_scales(greys)
         self.data: PreparedData = prepare_data(seed, config)
 
     def read(self, count: int) -> RealPatches:
-        """Read so many patches of each kind.  Raises DataError."""
+        """Read `count` patches of each kind.  Raises DataError."""
         data, config = self.data, self.config
         held_out = read_fixed_patches(data, config, count)
         found = read_training_patches(data, config, 4 * count)
-        side = disjoint_sides(_places(found), config.patch_size, len(found.volumes))
+        side = disjoint_sides(_locations(found), config.patch_size, len(found.volumes))
         sides = [np.flatnonzero(side == k)[:count].tolist() for k in (0, 1)]
         if min(map(len, sides)) < LEAST_PATCHES:
             raise DataError(
-                f"The volumes of the run are too small to compare by: {len(sides[0])} and {len(sides[1])} patches of "
-                f"training that share no voxel were found, and twice {LEAST_PATCHES} are needed"
+                f"The run's volumes are too small: {len(sides[0])} and {len(sides[1])} disjoint training patches were "
+                f"found, and an evaluation needs {LEAST_PATCHES} of each"
             )
         held_out_boxes = [split.validation for split in data.splits if split.validation is not None]
-        side_by_side = sum(_side_by_side(shape_of(box), config.patch_size) for box in held_out_boxes)
-        if side_by_side < count:
+        disjoint = sum(_disjoint_patches(shape_of(box), config.patch_size) for box in held_out_boxes)
+        if disjoint < count:
             log.warning(
-                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and all metrics rest "
-                "on that little; data.validation.fraction says how much is held out",
-                *(side_by_side, count),
+                "Only %d disjoint patches fit into the held-out voxels, so the %d compared patches overlap and all "
+                "metrics rest on little data; increase data.validation.fraction in the next run",
+                *(disjoint, count),
             )
         return RealPatches(
             self._set_of(held_out, _HELD_OUT),
@@ -139,31 +142,33 @@ class RealSource:
             sum(math.prod(shape_of(split.train)) for split in data.splits),
         )
 
-    def is_held_out(self, number: int, start_zyx: Triple) -> bool:
-        """Whether the patch at a place of a volume lies in held-out voxels."""
-        held_out, box = self.data.splits[number].validation, box_at(start_zyx, self.config.patch_size)
+    def is_held_out(self, volume_index: int, start_zyx: Triple) -> bool:
+        """Whether a patch lies in held-out voxels."""
+        held_out, box = self.data.splits[volume_index].validation, box_at(start_zyx, self.config.patch_size)
         return held_out is not None and intersection(held_out, box) == box
 
-    def qualifies(self, number: int, start_zyx: Triple) -> bool:
-        """Whether training could draw the patch at a place of a volume: it holds enough foreground."""
-        foreground = self.data.plan.volumes[number].foreground
+    def qualifies(self, volume_index: int, start_zyx: Triple) -> bool:
+        """Whether a patch holds enough foreground to be drawn in training."""
+        foreground = self.data.plan.volumes[volume_index].foreground
         return foreground is None or foreground.qualifies(start_zyx)
 
     def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """Model values of grey values as generated patches have them."""
-        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), intensity_scales([self.drawn[0]])).numpy()
+        values: NDArray[np.float32] = normalised(
+            torch.from_numpy(stored), intensity_scales([self.stored_as[0]])
+        ).numpy()
         return values
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Some of these patches, or all, as a perfect model would have drawn them."""
         rows = list(range(len(found.volumes)) if rows is None else rows)
-        places = _places(found)[rows]
+        locations = _locations(found)[rows]
         shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
-        values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[places[:, 0]])[:, 0].numpy()
-        return PatchSet(self.values_of(to_grey_values(values, *self.drawn)), places)
+        values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[locations[:, 0]])[:, 0].numpy()
+        return PatchSet(self.values_of(to_grey_values(values, *self.stored_as)), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
-        """All training voxels, or where they are too many those around patches of training."""
+        """Return all training voxels or, if they are too many, those around training patches."""
         data, left = self.data, _SEARCHED_VOXELS
         boxes = [(number, split.train) for number, split in enumerate(data.splits)]
         if sum(math.prod(shape_of(box)) for _, box in boxes) > left:
@@ -181,35 +186,35 @@ class RealSource:
         return searched
 
 
-def _side_by_side(shape: Sequence[int], patch_zyx: Sequence[int]) -> int:
-    """How many patches a box holds that share no voxel."""
+def _disjoint_patches(shape: Sequence[int], patch_zyx: Sequence[int]) -> int:
+    """Return the number of disjoint patches that fit into a box."""
     return math.prod(size // patch for size, patch in zip(shape, patch_zyx, strict=True))
 
 
-def _places(found: FixedPatches) -> NDArray[np.int64]:
-    """[N, 4], volume and start of each patch."""
+def _locations(found: FixedPatches) -> NDArray[np.int64]:
+    """Return volume index and start of each patch: [N, 4]."""
     return np.column_stack([found.volumes, np.array(found.starts_zyx).reshape(-1, 3)]).astype(np.int64)
 
 
-def disjoint_sides(places: NDArray[np.int64] | None, patch_zyx: Sequence[int], count: int) -> NDArray[np.int64]:
-    """Which of two sides each of `count` patches is on, 0 or 1, so that none shares a voxel with the other side.
+def disjoint_sides(locations: NDArray[np.int64] | None, patch_zyx: Sequence[int], count: int) -> NDArray[np.int64]:
+    """Assign each of `count` patches to side 0 or 1, so that no patch shares a voxel with the other side; -1 = neither.
 
-    Sides are stripes in turn, as narrow as leaves half of the patches: the two halves of a volume would differ in what
-    they show.  -1: a patch shares voxels with both.  Pure.
+    Sides are alternating stripes, as narrow as possible while half of the patches remain: two halves of a volume would
+    show different structures.  Pure.
 
     Args:
-        places: [count, 4], volume and start; None = patches share no voxels.
+        locations: [count, 4], volume index and start; None = patches share no voxels.
     """
-    if places is None:
+    if locations is None:
         return np.arange(count) % 2
     least = np.array((1, *patch_zyx))
-    axis = int(np.argmax(np.ptp(places[:, 1:], axis=0) / patch_zyx)) + 1
+    axis = int(np.argmax(np.ptp(locations[:, 1:], axis=0) / patch_zyx)) + 1
     found = []
     for stripes in _STRIPES:
-        from_first = (places[:, axis] - places[:, axis].min()) / (np.ptp(places[:, axis]) + 1)
+        from_first = (locations[:, axis] - locations[:, axis].min()) / (np.ptp(locations[:, axis]) + 1)
         wanted, side = (from_first * stripes).astype(int) % 2, np.full(count, -1)
         for row in range(count):
-            near = side[:row][(abs(places[:row] - places[row]) < least).all(1)]
+            near = side[:row][(abs(locations[:row] - locations[row]) < least).all(1)]
             taken = set(near.tolist()) - {-1}
             side[row] = wanted[row] if not taken else taken.pop() if len(taken) == 1 else -1
         smaller = min((side == 0).sum(), (side == 1).sum())
@@ -220,33 +225,35 @@ def disjoint_sides(places: NDArray[np.int64] | None, patch_zyx: Sequence[int], c
 
 
 def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
-    """Which patches share no voxel with any of the others: bool [N].  Pure."""
-    if patches.places is None or others.places is None:
+    """Return which patches share no voxel with any of the others: bool [N].  Pure."""
+    if patches.locations is None or others.locations is None:
         return np.ones(len(patches), np.bool_)
     least = np.array((1, *patches.values.shape[1:]))
-    shared = ((abs(others.places - place) < least).all(1).any() for place in patches.places)
+    shared = ((abs(others.locations - location) < least).all(1).any() for location in patches.locations)
     return ~np.fromiter(shared, np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
 class GeneratedPatches:
-    """Generated patches in grey values, not read yet."""
+    """Generated patches in grey values, not yet read."""
 
     stored: Any  # [N, Z, Y, X]
-    places: NDArray[np.int64] | None  # as in `PatchSet`
+    locations: NDArray[np.int64] | None  # as in `PatchSet`
 
 
-def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None, number: int) -> GeneratedPatches:
-    """Generated patches of a file.
+def open_generated(
+    path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int
+) -> GeneratedPatches:
+    """Open generated patches.
 
     Args:
-        path: what `vesuvius sample` writes; of any program a .npy or zarr array (or group with one in "0") of patches
-            [N, Z, Y, X], or of one volume [Z, Y, X], whose patches are cut at random places.
-        count: at most so many.
-        condition: name of the training's condition, which is that of volume `number`.
+        path: output of `vesuvius sample`, or a .npy file or zarr array (or group with one in "0") of patches
+            [N, Z, Y, X] or of one volume [Z, Y, X], from which patches are cut at random.
+        count: largest number of patches.
+        condition: name of the run's condition, which belongs to volume `volume_index`.
 
     Raises:
-        ConfigError: they are not patches of this size, or too few.
+        ConfigError: the patches have another size, or are too few.
     """
     folder = path if (path / SAMPLES).is_dir() else None
     array = _opened(folder / SAMPLES if folder else path)
@@ -255,25 +262,25 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
         return _cut(array, patch_zyx, count, path)
     if len(shape) != 4 or shape[1:] != tuple(patch_zyx):
         raise ConfigError(
-            f"The shape {list(shape)} of --generated {path} is not that of patches of the training, "
-            f"[N, {', '.join(map(str, patch_zyx))}]; cut them to that size, or give another file"
+            f"--generated {path} has shape {list(shape)}, not that of training patches, "
+            f"[N, {', '.join(map(str, patch_zyx))}]; crop the patches, or use another file"
         )
     if shape[0] < LEAST_PATCHES:
         raise ConfigError(
             f"{shape[0]} generated patches in {path} are too few to compare; draw {LEAST_PATCHES} or more"
         )
-    count, places = min(count, shape[0]), None
+    count, locations = min(count, shape[0]), None
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
         record = finished_record(folder / CONDITIONS, SAMPLE) or {}
-        # Places in another volume say nothing about the held-out voxels.
+        # locations in another volume say nothing about the held-out voxels
         if record.get("condition") == condition and "starts_zyx" in record:
-            places = np.array([(number, *start) for start in record["starts_zyx"][:count]], np.int64)
-    return GeneratedPatches(array[:count], places)
+            locations = np.array([(volume_index, *start) for start in record["starts_zyx"][:count]], np.int64)
+    return GeneratedPatches(array[:count], locations)
 
 
 def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPatches:
-    """Patches from random places of a drawn volume.  Raises ConfigError: it holds too few."""
-    if (apart := _side_by_side(volume.shape, patch_zyx)) < LEAST_PATCHES:
+    """Cut patches from a generated volume at random.  Raises ConfigError if too few fit."""
+    if (apart := _disjoint_patches(volume.shape, patch_zyx)) < LEAST_PATCHES:
         raise ConfigError(
             f"{path} is too small to compare: {apart} disjoint patches fit into it, and {LEAST_PATCHES} are needed; "
             "generate a larger volume"
@@ -286,44 +293,44 @@ def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPat
 
 def _opened(path: Path) -> Any:
     if not path.exists():
-        raise ConfigError(f"--generated {path} does not exist; name a .npy file or a zarr array")
+        raise ConfigError(f"--generated {path} does not exist; use a .npy file or a zarr array")
     try:
         if path.suffix == ".npy":
-            return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it never speaks of unpickling
+            return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, its errors never suggest unpickling
         found = zarr.open(path, mode="r")
         return found["0"] if isinstance(found, zarr.Group) else found
     except (OSError, ValueError, KeyError, zarr.errors.BaseZarrError) as error:
-        raise ConfigError(f"--generated {path} is no .npy file or zarr array: {one_line(error)}") from error
+        raise ConfigError(f"--generated {path} is not a .npy file or zarr array: {one_line(error)}") from error
 
 
 def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bool) -> PatchSet:
-    """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
+    """Convert generated patches to model values, rounded to the dtype of the volume as real voxels are.
 
-    Those drawn under conditions of places that training could not draw are left out.  Patches whose orientation is not
-    the model's own, as it is a condition's or a volume's, are mirrored and turned.
+    Patches with conditions from locations that training does not draw are dropped.  Patches with an orientation not
+    chosen by the model, but by a condition or a volume, are flipped and rotated.
 
     Raises:
         ConfigError: too few are left, or voxels are not finite.
     """
-    voxels, places, patch = np.array(found.stored), found.places, source.config.patch_size
+    voxels, locations, patch = np.array(found.stored), found.locations, source.config.patch_size
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
-        raise ConfigError(f"Generated patches ({voxels.dtype}) hold NaN or infinity, or are no numbers; draw others")
-    if places is not None:
-        at = [(number, triple(start)) for number, *start in places.tolist()]
-        rows = [row for row, place in enumerate(at) if place[0] < 0 or source.qualifies(*place)]
+        raise ConfigError(f"Generated patches ({voxels.dtype}) are not finite numbers; generate new ones")
+    if locations is not None:
+        at = [(number, triple(start)) for number, *start in locations.tolist()]
+        rows = [row for row, location in enumerate(at) if location[0] < 0 or source.qualifies(*location)]
         if len(rows) < LEAST_PATCHES:
             raise ConfigError(
-                f"{len(rows)} of {len(at)} samples lie at places with enough foreground for training "
-                f"(data.min_foreground), and an evaluation needs {LEAST_PATCHES}; draw more with --count"
+                f"Only {len(rows)} of {len(at)} samples have conditions with enough foreground (data.min_foreground), "
+                f"and an evaluation needs {LEAST_PATCHES}; increase --count"
             )
-        voxels, places, at = voxels[rows], places[rows], [at[row] for row in rows]
-    raw = torch.from_numpy(np.ascontiguousarray(cast_grey_values(voxels, source.drawn[1])))
-    if has_condition or places is not None:
+        voxels, locations, at = voxels[rows], locations[rows], [at[row] for row in rows]
+    raw = torch.from_numpy(np.ascontiguousarray(cast_grey_values(voxels, source.stored_as[1])))
+    if has_condition or locations is not None:
         turns = [augmentation_of(_GENERATED, source.config.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)
-    values, side = source.values_of(raw.numpy()), disjoint_sides(places, patch, len(raw))
-    if places is None:
+    values, side = source.values_of(raw.numpy()), disjoint_sides(locations, patch, len(raw))
+    if locations is None:
         return PatchSet(values, None, side)
-    # Under other conditions than held-out ones nothing real is there to compare them with.
-    real = [place[0] < 0 or source.is_held_out(*place) for place in at]
-    return PatchSet(values, places, np.where(real, side, -1))
+    # samples with other than held-out conditions have no real counterpart
+    real = [location[0] < 0 or source.is_held_out(*location) for location in at]
+    return PatchSet(values, locations, np.where(real, side, -1))

@@ -1,4 +1,4 @@
-"""Whether a classifier can tell generated patches from real ones, also by what no texture metric measures.
+"""Whether a small CNN can tell generated patches from real ones, also by properties that no texture metric measures.
 
 Source: Lopez-Paz & Oquab 2017, classifier two-sample tests.
 """
@@ -18,24 +18,24 @@ Patches = NDArray[np.float32]  # [N, Z, Y, X]
 _LAYERS = ((16, 2), (32, 2), (32, 1), (64, 2))
 _BATCH = 32
 _VIEWS = 8
-_SEEN_VOXELS = 2**13
+_VIEW_VOXELS = 2**13
 
 
 def two_sample_scores(
     train: tuple[Patches, Patches], tests: tuple[Patches, ...], *, steps: int = 200
 ) -> tuple[NDArray[np.float64], ...]:
-    """Train a small 3D CNN to tell real from generated patches; how real it finds each patch of `tests`.
+    """Train a small 3D CNN to tell real from generated patches, and score how real each patch of `tests` looks.
 
-    Patches are seen mirrored, and turned in the y-x plane where Y = X, as in training.  Of patches of more than 2^13
-    voxels it sees a random part in full resolution and all of it in a lower one.  No voxel may be both in `train` and
-    in `tests`, or the classifier knows it by heart.  Moves no global generator; the same numbers on the same machine.
+    Patches are flipped, and rotated in the y-x plane if Y = X.  Of patches of more than 2^13 voxels the CNN sees a
+    random part at full resolution and all of it at a lower one.  `train` and `tests` must share no voxel.  Does not use
+    the global generator; reproducible on one machine.
 
     Args:
-        train: real and generated patches, as many of each as there are.
-        steps: of the training, each of 16 real and 16 generated patches.
+        train: real and generated patches, any number of each.
+        steps: training steps, each with 16 real and 16 generated patches.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
-    real, generated, *others = (_Seen(patches, mean, std) for patches in (*train, *tests))
+    real, generated, *others = (_Views(patches, mean, std) for patches in (*train, *tests))
     random = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -57,30 +57,30 @@ def two_sample_scores(
 
 
 def area_under_curve(higher: NDArray[np.floating], lower: NDArray[np.floating]) -> float:
-    """How often the first is larger, equal ones half (Mann & Whitney 1947); 0.5: they cannot be told apart.  Pure."""
+    """Return the probability that the first is larger, ties counting half (Mann & Whitney 1947).  Pure."""
     values, counts = np.unique(np.concatenate([higher, lower]), return_counts=True)
     ranks = np.cumsum(counts) - (counts - 1) / 2
     total = float(ranks[np.searchsorted(values, higher)].sum())
     return (total - len(higher) * (len(higher) + 1) / 2) / (len(higher) * len(lower))
 
 
-class _Seen:
+class _Views:
     """Patches as the classifier sees them; `scales` holds one tensor [N, 1, Z, Y, X] per branch."""
 
     def __init__(self, patches: Patches, mean: float, std: float) -> None:
         self._mean, self._std = mean, std
-        whole = torch.from_numpy(patches).unsqueeze(1)
+        full = torch.from_numpy(patches).unsqueeze(1)
         self._part = _part_of(patches.shape[1:])
-        self.scales = [whole]
+        self.scales = [full]
         if self._part != patches.shape[1:]:
-            pooled = [F.adaptive_avg_pool3d(whole[row : row + 1], self._part) for row in range(len(whole))]
+            pooled = [F.adaptive_avg_pool3d(full[row : row + 1], self._part) for row in range(len(full))]
             self.scales.append(torch.cat(pooled))
 
     def __len__(self) -> int:
         return len(self.scales[0])
 
     def views(self, rows: list[int], random: torch.Generator) -> list[Tensor]:
-        """Of each scale, those patches, mirrored and turned at random, and cut."""
+        """Return random views of these patches, one tensor per scale: flipped, rotated and cropped."""
         return [torch.stack([self._view(scale[row], random) for row in rows]) for scale in self.scales]
 
     def _view(self, patch: Tensor, random: torch.Generator) -> Tensor:
@@ -94,31 +94,31 @@ class _Seen:
 
 
 def _part_of(shape_zyx: tuple[int, ...]) -> tuple[int, int, int]:
-    """The shape with its longest edges cut until it has no more voxels than are seen at once."""
+    """Return the shape with its longest edges cropped to at most 2^13 voxels."""
     edge = max(shape_zyx)
-    while math.prod(min(size, edge) for size in shape_zyx) > _SEEN_VOXELS:
+    while math.prod(min(size, edge) for size in shape_zyx) > _VIEW_VOXELS:
         edge -= 1
     z, y, x = (min(size, edge) for size in shape_zyx)
     return z, y, x
 
 
 def _classifier() -> nn.Sequential:
-    """[B, 1, Z, Y, X] -> [B, 1]: convolutions, some of which halve each axis, the mean over voxels, a linear map.
+    """[B, 1, Z, Y, X] -> [B, 1]: convolutions, some with stride 2, global mean, linear layer.
 
-    Norms over the batch: those of each sample would hide its brightness and contrast.  A first layer in full resolution
-    would take three times as long.
+    Batch norm, because a norm per sample would hide brightness and contrast.  A first layer at full resolution would
+    take three times as long.
     """
     parts: list[nn.Module] = []
-    inside = 1
+    width = 1
     for channels, stride in _LAYERS:
-        parts += [nn.Conv3d(inside, channels, 3, stride, padding=1), nn.BatchNorm3d(channels), nn.SiLU()]
-        inside = channels
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(inside, 1))
+        parts += [nn.Conv3d(width, channels, 3, stride, padding=1), nn.BatchNorm3d(channels), nn.SiLU()]
+        width = channels
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(width, 1))
 
 
 @torch.no_grad()
-def _scores(branches: nn.ModuleList, seen: _Seen, random: torch.Generator) -> NDArray[np.float64]:
-    """How real each patch looks, the mean over some of its views."""
+def _scores(branches: nn.ModuleList, seen: _Views, random: torch.Generator) -> NDArray[np.float64]:
+    """Score how real each patch looks: the mean over several random views."""
     total = np.zeros(len(seen))
     for _ in range(_VIEWS):
         for first in range(0, len(seen), _BATCH):

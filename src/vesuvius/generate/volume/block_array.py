@@ -1,7 +1,7 @@
-"""Voxels of a state on disk: a file of raw voxels per block, which is mapped into memory when read.
+"""An array on disk: one file of raw voxels per block, memory-mapped when read.
 
-A file is written under a temporary name and renamed, so one that exists is complete, and the files alone say what is
-done.
+Files are written under a temporary name and renamed, so an existing file is complete, and the files alone record the
+progress.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.generate.volume.tiling import Tiling, shared_part
+from vesuvius.generate.volume.tiling import Tiling, overlap_slices
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.volumes.box import Box, shape_of
 
 
-class Field:
-    """One value per voxel, in the blocks of a tiling.  Raises OSError where the disk fails.
+class BlockArray:
+    """One value per voxel, in the blocks of a tiling.  Raises OSError if the disk fails.
 
     Args:
-        path: of the folder.
-        dtype: of its voxels.
+        path: folder of the files.
     """
 
     def __init__(self, path: Path, tiling: Tiling, dtype: np.dtype[Any] | str = "float32") -> None:
@@ -35,28 +34,28 @@ class Field:
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def create(self) -> None:
-        """Make the folder, where it is missing."""
+        """Create the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def has(self, block: int) -> bool:
-        """Whether a block is written."""
+        """Whether a block has been written."""
         return self._file(block).exists()
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:
-        """Write a block of the shape of its box, flushed to the disk: it survives a crash of the machine."""
+        """Write a block, in the shape of its box, and flush it: it survives a crash of the machine."""
         if voxels.shape != self._tiling.patch_zyx:
             padded = np.zeros(self._tiling.patch_zyx, self._dtype)
             padded[tuple(map(slice, voxels.shape))] = voxels
             voxels = padded
-        write_renamed(self._file(block), np.ascontiguousarray(voxels, self._dtype), flush=True)
+        write_atomic(self._file(block), np.ascontiguousarray(voxels, self._dtype), flush=True)
 
     def read(self, box: Box, used: Container[int] | None = None) -> NDArray[Any]:
-        """The voxels of a box.  All blocks that it touches must be written, or all that are `used`; others are 0."""
+        """Return the voxels of a box.  Its blocks must exist; with `used`, blocks outside it read as 0."""
         out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
             if used is None or block in used:
-                _, there, here = shared_part(self._tiling.block_box(block), box)
-                out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
+                _, there, here = overlap_slices(self._tiling.block_box(block), box)
+                out[here] = map_file(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
         return out
 
     def _file(self, block: int) -> Path:
@@ -64,8 +63,8 @@ class Field:
         return self.path / f"{z}.{y}.{x}"
 
 
-def write_renamed(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
-    """Write under a temporary name and rename, so a file that exists is complete."""
+def write_atomic(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
+    """Write under a temporary name and rename, so an existing file is complete."""
     temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     voxels.tofile(temporary)
     if flush:
@@ -73,8 +72,8 @@ def write_renamed(file: Path, voxels: NDArray[Any], flush: bool = False) -> None
     temporary.replace(file)
 
 
-def mapped(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
-    """A file as an array; only the pages that are used are read.  (`np.memmap` takes several times as long.)"""
+def map_file(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
+    """Map a file as an array; only pages that are accessed are read.  (`np.memmap` is several times slower.)"""
     with file.open("rb", buffering=0) as opened:
         voxels: NDArray[Any] = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype)
     return voxels.reshape(shape)

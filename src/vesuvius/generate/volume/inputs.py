@@ -1,4 +1,4 @@
-"""The volumes that a drawing is given: known voxels and their mask, and the condition.  Reads them once, by blocks."""
+"""Input volumes: known voxels, their mask, and the condition; read once, by blocks."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ from vesuvius.volumes.voxels import check_labels
 
 @dataclass(frozen=True)
 class InputConfig:
-    """What the command line names."""
+    """Input volumes as named on the command line."""
 
-    inpaint: ArrayConfig | None = None  # the volume whose known voxels are kept
-    mask: ArrayConfig | None = None  # nonzero where it is to be filled; None = where chunks are not stored
-    condition: ArrayConfig | None = None  # what the network is shown
-    box: Box | None = None  # the part of all of them that is used; None = all
+    inpaint: ArrayConfig | None = None  # volume whose known voxels are kept
+    mask: ArrayConfig | None = None  # nonzero voxels are filled; None = missing chunks are filled
+    condition: ArrayConfig | None = None
+    box: Box | None = None  # part of the volumes that is used; None = all
 
 
 class Inputs(AbstractContextManager["Inputs"]):
-    """The given volumes, opened.  Boxes are in voxels of the drawing.
+    """The opened input volumes.  Boxes are in voxels of the generated volume.
 
     Attributes:
-        shape_zyx: of the drawing, where a volume or a box says it.
+        shape_zyx: shape of the generated volume, if an input or a box defines it.
     """
 
     def __init__(
         self,
-        given: InputConfig,
+        inputs: InputConfig,
         config: DataConfig,
         shape_zyx: Triple | None = None,
         condition_factors: Fractions = ONES,
     ) -> None:
-        """Reads metadata.  Raises DataError, and ConfigError where shapes differ or the box is outside.
+        """Reads metadata.  Raises DataError, and ConfigError if shapes differ or the box is outside.
 
         Args:
-            config: of the training: how volumes are read, what NaN means, the labels of classes.
-            shape_zyx: of the drawing, where it is asked for.
-            condition_factors: voxels of the drawing per voxel of the condition, along each axis.
+            config: of the training run: how volumes are read, what NaN means, class labels.
+            shape_zyx: requested shape of the generated volume.
+            condition_factors: generated voxels per voxel of the condition, along each axis.
         """
         self._labels = config.labels
-        named = {"--inpaint": given.inpaint, "--mask": given.mask, "--condition": given.condition}
+        named = {"--inpaint": inputs.inpaint, "--mask": inputs.mask, "--condition": inputs.condition}
         with ExitStack() as opened:
             volumes = {}
             for option, spec in named.items():
@@ -77,17 +77,17 @@ class Inputs(AbstractContextManager["Inputs"]):
                     nan = config.condition_nan if option == "--condition" else config.nan
                     volume = open_volume(spec, config.store, nan="air" if option == "--mask" else nan)
                     volumes[option] = opened.enter_context(closing(volume))
-            whole = _common_shape(volumes, given.box, shape_zyx, condition_factors)
+            shape = _common_shape(volumes, inputs.box, shape_zyx, condition_factors)
             self._open = opened.pop_all()
         self.volumes: dict[str, Volume] = volumes
-        self.shape_zyx = shape_of(given.box) if given.box else whole
-        self._origin = given.box[0] if given.box else (0, 0, 0)
-        # How each lies in the drawing: the condition may be coarser, the other volumes have its voxels.
+        self.shape_zyx = shape_of(inputs.box) if inputs.box else shape
+        self._origin = inputs.box[0] if inputs.box else (0, 0, 0)
+        # the condition may be coarser; the other volumes have the voxels of the generated one
         self._alignments: dict[Volume, Alignment] = {}
         for option, volume in volumes.items():
-            assert whole is not None
+            assert shape is not None
             factors = condition_factors if option == "--condition" else ONES
-            self._alignments[volume] = Alignment(whole, volume.shape_zyx, factors)
+            self._alignments[volume] = Alignment(shape, volume.shape_zyx, factors)
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
@@ -97,28 +97,28 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     @property
     def inpaint(self) -> Volume | None:
-        """The volume whose known voxels are kept."""
+        """The volume whose known voxels are kept, if any."""
         return self.volumes.get("--inpaint")
 
     @property
     def condition(self) -> Volume | None:
-        """What the network is shown."""
+        """The volume that conditions the network, if any."""
         return self.volumes.get("--condition")
 
     def record(self) -> dict[str, Any]:
-        """The volumes and what identifies their arrays and what is stored in them, as plain JSON."""
-        found = {}
+        """Return names and fingerprints of the volumes, as plain JSON."""
+        record = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
             box = self._alignments[volume].array_box(box_at(self._origin, self.shape_zyx))
-            found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
-        return found
+            record[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
+        return record
 
     def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
-        """Edge lengths of voxels, their unit, and where the drawing begins: where its voxels lie in the given volumes.
+        """Return edge lengths of voxels, their unit, and the corner: its position in the input volumes.
 
         Args:
-            voxel_size_um: of the training volume, where the given ones do not say theirs.
+            voxel_size_um: of the training volume; used if the input volumes have none.
         """
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
@@ -136,7 +136,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
-        """Stored voxels, those of the condition upsampled.  Raises DataError."""
+        """Return stored voxels; those of the condition are upsampled.  Raises DataError."""
         there = shifted(box, self._origin)
         voxels = self._alignments[volume].read(there, volume.read)
         if self._labels and volume is self.condition:
@@ -144,7 +144,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         return voxels
 
     def gaps(self, box: Box) -> NDArray[np.bool_]:
-        """Which voxels are to be filled.  Raises DataError."""
+        """Return which voxels are filled.  Raises DataError."""
         mask = self.volumes.get("--mask")
         if mask is not None:
             masked: NDArray[np.bool_] = self.read(mask, box) != 0
@@ -157,7 +157,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         return gaps
 
     def known(self, box: Box, grey: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
-        """Known voxels as the sampler has them, NaN in the gaps.  Raises DataError."""
+        """Return known voxels, standardised, with NaN in the gaps.  Raises DataError."""
         assert self.inpaint is not None
         stored = torch.from_numpy(self.read(self.inpaint, box)[None])
         values = schedule.standardised(normalised(stored, intensity_scales([grey])))[0].numpy()
@@ -165,7 +165,7 @@ class Inputs(AbstractContextManager["Inputs"]):
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
-    """A hash of the sizes and times of the files in a box; None for a remote volume, whose metadata alone count."""
+    """Return a hash of the sizes and times of the files in a box; None for a remote volume."""
     if volume.source.remote:
         return None
     root, found = Path(volume.source.address), hashlib.sha256()
@@ -179,11 +179,11 @@ def _stored_stamp(volume: Volume, box: Box) -> str | None:
 def _common_shape(
     volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Fractions
 ) -> Triple | None:
-    """The shape that all volumes have and the box lies in; the condition's shape is multiplied by its factors."""
+    """Return the common shape of the volumes; that of the condition is multiplied by its factors."""
     if not volumes:
         if box is not None:
             raise ConfigError(
-                f"--box {format_box(box)} is a part of --condition or --inpaint, and neither is given; use --shape"
+                f"--box {format_box(box)} needs --condition or --inpaint; add one of them, or use --shape"
             )
         return asked_zyx
     factors = dict.fromkeys(volumes, ONES) | {"--condition": condition_factors}
@@ -194,9 +194,9 @@ def _common_shape(
     for option, volume in volumes.items():
         by = factors[option]
         if not all(map(fits, shape, volume.shape_zyx, by)):
-            much = "" if by == ONES else f" by the factors of the training, {format_sizes(by)}"
+            scaled = "" if by == ONES else f" with the factors of the training run, {format_sizes(by)}"
             raise ConfigError(
-                f"The shapes of {first} and {option} do not match{much}: {format_sizes(shape)} and "
+                f"The shapes of {first} and {option} do not match{scaled}: {format_sizes(shape)} and "
                 f"{format_sizes(volume.shape_zyx)}; give volumes (or levels, PATH@LEVEL) of the same region"
             )
         if anchor is volumes.get("--condition") or anchor.geometry is None or volume.geometry is None:
@@ -204,9 +204,9 @@ def _common_shape(
         found = align(anchor, volume, option)
         if (found.factors, found.offsets) != (by, ZEROS):
             raise ConfigError(
-                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.describe()} "
+                f"{next(iter(volumes))} and {option} are not aligned: {found.describe()} "
                 f"({describe_geometry(anchor)} and {describe_geometry(volume)}); give volumes of the same region"
             )
     if box is not None and not is_inside(box, shape):
-        raise ConfigError(f"--box {format_box(box)} does not lie inside {first} ({format_sizes(shape)}); change --box")
+        raise ConfigError(f"--box {format_box(box)} is not inside {first} ({format_sizes(shape)}); change --box")
     return shape

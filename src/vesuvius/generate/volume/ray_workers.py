@@ -1,6 +1,6 @@
-"""Does the parts in actors of Ray, on one machine or on many.
+"""Runs tasks in Ray actors, on one machine or several.
 
-Parts go from files to files and can be repeated: Ray starts an actor that died again, and repeats its parts.
+Tasks read and write files and can be repeated: Ray restarts an actor that dies and repeats its tasks.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ray.util import ActorPool
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.generate.volume.tasks import OpenWork, Part, RunParts, TaskRunner
+from vesuvius.generate.volume.tasks import OpenRunner, RunTasks, Task, TaskRunner
 from vesuvius.runlog.units import format_count
 from vesuvius.stream.ray.session import Session
 
 _POLL_S = 0.5
 _SILENT_S = 3600.0
-_IN_FLIGHT = 2  # parts per actor: it need not wait for the next one
+_IN_FLIGHT = 2  # tasks per actor, so that it need not wait for the next
 _RETRIES = 3
 _STORE_BYTES = 2**27  # the object store carries no voxels
 
 
 @contextmanager
 def ray_workers(
-    open_work: OpenWork, count: int, gpus: int, address: str | None, check: Callable[[], None]
-) -> Iterator[RunParts]:
-    """Actors of Ray.
+    open_runner: OpenRunner, count: int, gpus: int, address: str | None, check: Callable[[], None]
+) -> Iterator[RunTasks]:
+    """Start Ray actors and yield a function that runs tasks in them.
 
     Args:
-        gpus: of each actor, 0 or 1.
-        address: of a cluster; None = a private Ray on this machine.
-        check: called twice a second; what it raises ends the work.
+        gpus: GPUs per actor, 0 or 1.
+        address: address of a cluster; None = a private Ray on this machine.
+        check: called twice a second; may raise to stop.
 
     Raises:
-        ConfigError: Ray does not start, the cluster does not answer, or it has fewer GPUs or cores than actors.
-        VesuviusError: a part killed its actor again and again, or no actor answers.
+        ConfigError: Ray does not start, the cluster does not answer, or it has too few GPUs or cores.
+        VesuviusError: a task keeps killing its actor, or no actor answers.
     """
     session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
     actors: list[Any] = []
@@ -48,11 +48,12 @@ def ray_workers(
         resource = "GPU" if gpus else "CPU"
         have = float(ray.cluster_resources().get(resource, 0))  # type: ignore[no-untyped-call]
         if count > have:
-            raise ConfigError(f"--workers {count} is more than the {have:g} {resource}s that Ray has; lower it")
+            raise ConfigError(f"--workers {count} exceeds the {have:g} {resource}s of the Ray cluster; lower --workers")
         kind: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)(_Worker)
-        held = ray.put(open_work)  # Ray would drop the argument of an actor that has started, and not find it again
-        actors += [kind.remote(held) for _ in range(count)]
-        yield lambda parts: _run(parts, actors, check)
+        # Ray drops the arguments of a started actor; a reference that we hold is still there for a restart.
+        runner_ref = ray.put(open_runner)
+        actors += [kind.remote(runner_ref) for _ in range(count)]
+        yield lambda tasks: _run(tasks, actors, check)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -60,39 +61,39 @@ def ray_workers(
 
 
 class _Worker:
-    """An actor; its first part opens the network."""
+    """An actor; its first task opens the network."""
 
-    def __init__(self, open_work: OpenWork) -> None:
-        self._open = open_work
-        self._work: TaskRunner | None = None
+    def __init__(self, open_runner: OpenRunner) -> None:
+        self._open_runner = open_runner
+        self._runner: TaskRunner | None = None
 
-    def do(self, part: Part) -> Part:
-        self._work = self._work or self._open()
-        self._work.do(part)
-        return part
+    def run(self, task: Task) -> Task:
+        self._runner = self._runner or self._open_runner()
+        self._runner.run(task)
+        return task
 
 
-def _run(parts: Iterable[Part], actors: list[Any], check: Callable[[], None]) -> Iterator[Part]:
+def _run(tasks: Iterable[Task], actors: list[Any], check: Callable[[], None]) -> Iterator[Task]:
     pool, last = ActorPool(actors * _IN_FLIGHT), time.monotonic()
-    for part in parts:
-        pool.submit(lambda actor, part: actor.do.remote(part), part)
+    for task in tasks:
+        pool.submit(lambda actor, task: actor.run.remote(task), task)
     while pool.has_next():  # type: ignore[no-untyped-call]
         try:
-            part = pool.get_next_unordered(timeout=_POLL_S)
+            task = pool.get_next_unordered(timeout=_POLL_S)
         except TimeoutError:
             if time.monotonic() - last > _SILENT_S:
                 raise VesuviusError(
-                    f"No worker has finished a part for {_SILENT_S / 60:.0f} min; `ray status` says whether the nodes "
-                    "have the GPUs and cores of --workers; what is done is kept"
+                    f"No worker has finished a task for {_SILENT_S / 60:.0f} min; check with `ray status` that the "
+                    "nodes have enough GPUs and cores for --workers; run the same command again to resume"
                 ) from None
         except RayTaskError as error:
             raise error.cause from None
         except RayActorError as error:
             raise VesuviusError(
-                f"A part of the volume ended its worker {format_count(_RETRIES + 1, 'time')}, probably because memory "
-                "ran out; see the kernel log (dmesg), and lower --batch-size or --workers; what is done is kept"
+                f"A task killed its worker {format_count(_RETRIES + 1, 'time')}, probably because memory ran out; see "
+                "the kernel log (dmesg), lower --batch-size or --workers, and run the same command again to resume"
             ) from error
         else:
             last = time.monotonic()
-            yield part
+            yield task
         check()
