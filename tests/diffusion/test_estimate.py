@@ -38,7 +38,7 @@ class _Network:
         return out if condition is None else out + 0.5 * condition[:, :1] * x_t
 
 
-def test_a_whole_t_goes_to_the_network_as_int64_and_one_between_as_float32() -> None:
+def test_an_integer_t_is_passed_as_int64_and_a_fractional_one_as_float32() -> None:
     network = _Network()
     estimate = NetworkEstimate(network, DiffusionConfig())
     estimate(_x(), LEVEL)
@@ -65,7 +65,7 @@ def test_guidance_parity_with_ho_and_salimans_on_eps(scale: float) -> None:
 @pytest.mark.parametrize(
     ("scale", "shown"), [(1.0, ["condition"]), (0.0, ["nothing"]), (2.0, ["nothing", "condition"])]
 )
-def test_guidance_of_0_or_1_costs_one_evaluation_and_any_other_two(scale: float, shown: list[str]) -> None:
+def test_guidance_of_0_or_1_costs_one_network_call_and_other_values_two(scale: float, shown: list[str]) -> None:
     network = _Network()
     estimate = NetworkEstimate(network, DiffusionConfig(sampler_guidance=scale), _condition())
     estimate(_x(), LEVEL)
@@ -76,7 +76,7 @@ def test_guidance_of_0_or_1_costs_one_evaluation_and_any_other_two(scale: float,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_limited_x_0_and_its_eps_still_explain_x(kind: Prediction) -> None:
+def test_clipped_x_0_and_its_eps_still_reproduce_x(kind: Prediction) -> None:
     config = DiffusionConfig(noise="cosine", prediction=kind, sampler_clip=0.5)
     free, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind))(_x(), LEVEL)
     x_0, eps = NetworkEstimate(_Network(), config)(_x(), LEVEL)
@@ -87,7 +87,7 @@ def test_a_limited_x_0_and_its_eps_still_explain_x(kind: Prediction) -> None:
 
 
 @pytest.mark.parametrize("correction", [1.0, 1.25])
-def test_what_the_network_adds_to_the_linear_denoiser_is_multiplied_and_nothing_else(correction: float) -> None:
+def test_correction_scales_only_the_difference_to_the_linear_denoiser(correction: float) -> None:
     """A program that multiplied the whole prediction would change the linear denoiser itself, and the spectrum."""
     power = np.ones((2, 4, 3), np.float32)
     power[0, 0] = 40
@@ -108,7 +108,7 @@ def test_what_the_network_adds_to_the_linear_denoiser_is_multiplied_and_nothing_
         assert torch.equal(x_0, by_network)
 
 
-def test_a_guide_takes_the_place_of_the_linear_denoiser_and_sees_the_same_condition() -> None:
+def test_a_guide_replaces_the_linear_denoiser_and_sees_the_same_condition() -> None:
     """A program that asked the guide without the condition would turn the correction against the labels."""
     network, guide = _Network(), _Network()
     config = DiffusionConfig(noise="cosine", sampler_correction=1.5, prediction="x_0")

@@ -46,7 +46,7 @@ def _shown(*values: float) -> Condition:
     [*(_config(method) for method in METHODS), _config(sampler_clip=1.0)],
     ids=[*METHODS, "clip"],
 )
-def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(config: DiffusionConfig) -> None:
+def test_a_sample_depends_on_seed_and_index_not_on_its_batch(config: DiffusionConfig) -> None:
     batch = _generate(config, [3, 5, 900])
     assert batch.dtype == torch.float32
     assert batch.shape == (3, *SHAPE)
@@ -57,7 +57,7 @@ def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(confi
     assert not torch.equal(batch, _generate(config, [3, 5, 900], purpose=Purpose.PREVIEW))
 
 
-def test_each_sample_meets_its_own_condition() -> None:
+def test_each_sample_gets_its_own_condition() -> None:
     config = _config(sampler_guidance=2.0)
     both = _generate(config, [0, 1], condition=_shown(0.3, -0.2))
     assert torch.equal(both[:1], _generate(config, [0], condition=_shown(0.3)))
@@ -88,7 +88,7 @@ def _noise_of_each_step(purpose: Purpose) -> Tensor:
     return torch.cat(noise).flatten(1)
 
 
-def test_noise_of_each_step_number_and_purpose_is_standard_normal_and_unrelated() -> None:
+def test_noise_of_each_step_index_and_purpose_is_standard_normal_and_independent() -> None:
     noise = torch.cat([_noise_of_each_step(purpose) for purpose in (Purpose.SAMPLE, Purpose.PREVIEW)])
     rows, n = noise.shape
     assert rows == 16

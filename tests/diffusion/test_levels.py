@@ -11,7 +11,7 @@ from vesuvius.diffusion.schedule import Schedule
 
 
 @given(st.integers(1, 1200).flatmap(lambda timesteps: st.tuples(st.just(timesteps), st.integers(1, timesteps))))
-def test_trailing_times_start_at_the_noisiest_and_fall_strictly(sizes: tuple[int, int]) -> None:
+def test_trailing_timesteps_start_at_the_noisiest_and_decrease(sizes: tuple[int, int]) -> None:
     timesteps, steps = sizes
     times = trailing_timesteps(timesteps, steps)
     assert len(times) == steps
@@ -21,7 +21,7 @@ def test_trailing_times_start_at_the_noisiest_and_fall_strictly(sizes: tuple[int
 
 
 @given(st.sampled_from(["linear", "cosine"]), st.integers(1, 1000))
-def test_levels_are_those_of_the_schedule_in_float64_and_end_clean(name: str, steps: int) -> None:
+def test_levels_equal_the_schedule_in_float64_and_end_clean(name: str, steps: int) -> None:
     schedule = Schedule.from_config(DiffusionConfig(noise=name))
     levels = trailing_levels(schedule, steps)
     assert len(levels) == steps + 1

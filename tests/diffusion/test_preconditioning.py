@@ -50,7 +50,7 @@ def noise(seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("t", [0, 300, 700, 999])
-def test_a_network_that_gives_0_is_the_best_linear_denoiser(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
+def test_a_network_that_returns_0_is_the_best_linear_denoiser(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     x_t = schedule.q_sample(x_0, noise(), times)
     found, _ = schedule.x_0_and_eps("v", predict(silent, schedule, x_t, times), x_t, times)
@@ -58,9 +58,7 @@ def test_a_network_that_gives_0_is_the_best_linear_denoiser(spectrum: Spectrum, 
 
 
 @pytest.mark.parametrize("t", [0, 300, 700, 999])
-def test_what_the_network_is_shown_and_has_to_give_has_variance_1_at_every_level(
-    spectrum: Spectrum, x_0: Tensor, t: int
-) -> None:
+def test_network_input_and_target_have_variance_1_at_every_level(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
     """For data of this spectrum; a program that scaled by voxels instead of modes would be far off."""
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     eps = noise()
@@ -75,7 +73,7 @@ def _noised(schedule: Schedule, x_0: Tensor, eps: Tensor, times: Tensor) -> tupl
     return schedule.q_sample(x_0, eps, times), *schedule.alpha_and_sigma(times)
 
 
-def test_the_two_channels_hold_all_of_x_t(spectrum: Spectrum, x_0: Tensor) -> None:
+def test_x_t_can_be_recovered_from_the_two_channels(spectrum: Spectrum, x_0: Tensor) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), 200)
     x_t, alpha, sigma = _noised(schedule, x_0, noise(), times)
     shown, _, _ = split_signal_noise(schedule, x_t, alpha, sigma)
@@ -85,9 +83,7 @@ def test_the_two_channels_hold_all_of_x_t(spectrum: Spectrum, x_0: Tensor) -> No
     assert float(left.square().mean()) < 1e-9 * float(x_t.square().mean())
 
 
-def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added(
-    spectrum: Spectrum, x_0: Tensor
-) -> None:
+def test_the_network_sees_condition_and_t_and_its_output_is_scaled_and_added(spectrum: Spectrum, x_0: Tensor) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.arange(COUNT)
     x_t = schedule.q_sample(x_0, noise(), times)
     condition = torch.rand((COUNT, 2, *SHAPE))
@@ -105,7 +101,7 @@ def test_the_network_is_shown_condition_and_t_and_its_output_is_scaled_and_added
     assert torch.equal(x, torch.cat([shown, condition], dim=1))
 
 
-def test_a_sample_that_is_not_kept_is_shown_zeros_and_no_nan_of_its_condition() -> None:
+def test_a_masked_condition_is_zero_even_if_it_holds_nan() -> None:
     condition = torch.randn(3, 2, *SHAPE)
     condition[:, -1], condition[1, 0] = 1, float("nan")  # voxels of a float volume may be NaN
     found = mask_condition(condition, torch.tensor([True, False, True]))
@@ -113,12 +109,12 @@ def test_a_sample_that_is_not_kept_is_shown_zeros_and_no_nan_of_its_condition() 
     assert not found[1].any(), "also where it says that it is there"
 
 
-def test_without_a_spectrum_the_network_sees_x_t_and_says_v() -> None:
+def test_without_a_spectrum_the_network_sees_x_t_and_predicts_v() -> None:
     schedule, x_t = Schedule.from_config(DiffusionConfig(noise="cosine")), torch.randn((2, 1, *SHAPE))
     assert torch.equal(predict(lambda x, t: 3 * x, schedule, x_t, torch.tensor([3, 4])), 3 * x_t)
 
 
-def test_the_levels_of_a_sampler_and_of_its_t_are_the_same(spectrum: Spectrum) -> None:
+def test_sampler_levels_equal_the_levels_at_their_t(spectrum: Spectrum) -> None:
     """The network is told t, the sampler computes with alpha and sigma: they must not say two things."""
     schedule = Schedule.from_config(SPECTRAL, spectrum)
     levels = rho_levels(schedule, 33)[:-1]
@@ -139,7 +135,7 @@ def test_the_linear_denoiser_has_a_mean_loss_of_1(spectrum: Spectrum, x_0: Tenso
     assert float(loss.mean()) == pytest.approx(1, rel=0.05)
 
 
-def test_a_level_counts_by_the_root_of_how_many_modes_its_error_lies_in() -> None:
+def test_levels_are_weighted_by_the_root_of_the_number_of_modes_of_their_error() -> None:
     """One strong mode among many weak ones: at much noise the error is in that one, at little noise in all."""
     power = np.full((4, 4, 3), 0.01, np.float32)
     power[0, 0, 0] = 10_000.0
@@ -155,7 +151,7 @@ def test_a_level_counts_by_the_root_of_how_many_modes_its_error_lies_in() -> Non
     assert np.all(np.diff(relative) <= 1e-3)
 
 
-def test_patches_without_power_divide_nothing_by_0() -> None:
+def test_patches_without_power_cause_no_division_by_0() -> None:
     flat = Spectrum.of(torch.full((2, *SHAPE), 3.0))
     schedule, times = Schedule.from_config(SPECTRAL, flat), torch.tensor([0, 999])
     x_0, eps = torch.full((2, 1, *SHAPE), 3.0), noise()[:2]

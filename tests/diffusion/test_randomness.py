@@ -40,7 +40,7 @@ def test_neither_noise_nor_dropout_depends_on_the_batch_split(indices: list[int]
     assert np.array_equal(kept, np.concatenate([condition_mask(3, part, 0.5) for part in split]))
 
 
-def test_noise_of_another_seed_index_or_purpose_is_unrelated() -> None:
+def test_noise_of_another_seed_index_or_purpose_is_independent() -> None:
     shape = (1, 20, 25, 20)
     rows = torch.cat(
         [
@@ -54,7 +54,7 @@ def test_noise_of_another_seed_index_or_purpose_is_unrelated() -> None:
     assert correlation.abs().max() < 5 / math.sqrt(10_000)
 
 
-def test_nothing_reads_or_moves_the_global_generators() -> None:
+def test_global_generators_are_neither_used_nor_changed() -> None:
     def draw() -> tuple[torch.Tensor, np.ndarray, np.ndarray, int]:
         noise = sample_noise(0, [3], SHAPE)
         number = int(torch.randint(2**31, (), generator=torch_generator(0, Purpose.WEIGHTS)))
@@ -84,7 +84,7 @@ def test_each_stratum_holds_exactly_one_timestep(seed: int, step: int, global_ba
 
 
 @pytest.mark.parametrize("global_batch", [1, 3])
-def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> None:
+def test_every_position_gets_every_timestep_equally_often(global_batch: int) -> None:
     timesteps, steps = 24, 6000
     t = np.stack([stratified_timesteps(0, step, global_batch, timesteps) for step in range(steps)])
     for place in range(global_batch):
@@ -95,7 +95,7 @@ def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> No
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
-def test_the_asked_share_of_conditions_is_left_out(dropout: float) -> None:
+def test_the_requested_share_of_conditions_is_dropped(dropout: float) -> None:
     n = 4000
     left_out = 1 - condition_mask(0, range(n), dropout).mean()
     # 5 standard deviations of a share of n independent draws.
@@ -106,12 +106,14 @@ def test_the_asked_share_of_conditions_is_left_out(dropout: float) -> None:
     ("timesteps", "edges"),
     [(1000, list(range(0, 1001, 125))), (21, [0, 2, 5, 7, 10, 13, 15, 18, 21]), (8, list(range(9))), (3, [0, 1, 2, 3])],
 )
-def test_bins_cut_the_timesteps_into_8_or_into_as_many_as_there_are(timesteps: int, edges: list[int]) -> None:
+def test_there_are_8_bins_or_one_per_timestep(timesteps: int, edges: list[int]) -> None:
     assert timestep_bins(timesteps) == edges
 
 
 @given(st.integers(2, 3000), st.integers(1, 40), st.integers(0, 40))
-def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps: int, patches: int, more: int) -> None:
+def test_every_patch_is_validated_in_every_bin_regardless_of_later_patches(
+    timesteps: int, patches: int, more: int
+) -> None:
     t, edges = validation_timesteps(patches, timesteps), np.array(timestep_bins(timesteps))
     assert t.dtype == np.int64
     assert t.shape == (patches, min(8, timesteps))
@@ -120,7 +122,7 @@ def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps
     assert np.array_equal(validation_timesteps(patches + more, timesteps)[:patches], t)
 
 
-def test_in_the_long_run_every_timestep_is_validated_equally_often() -> None:
+def test_over_many_patches_every_timestep_is_validated_equally_often() -> None:
     counts = np.bincount(validation_timesteps(4096, 200).ravel(), minlength=200)
     # Each t is a 25th of its bin, and 4096 patches are 4096 points at equal distances: 163.84 in each 25th.
     assert set(counts.tolist()) == {163, 164}

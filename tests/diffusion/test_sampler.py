@@ -178,7 +178,7 @@ def test_order_of_convergence_on_a_gaussian(method: SamplerMethod, order: int, m
 
 
 @pytest.mark.parametrize("method", ["ddim", "dpmpp2m", "heun"])
-def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(method: SamplerMethod) -> None:
+def test_a_known_sample_is_reached_exactly_from_any_noise_and_levels(method: SamplerMethod) -> None:
     known = _noise(9).double()
 
     def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Predicti
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_estimate_is_asked_once_a_step_by_heun_twice_never_at_the_clean_end_and_noise_where_needed(
+def test_network_calls_and_noise_draws_per_step_match_the_method(
     method: SamplerMethod,
 ) -> None:
     asked, noisy = list[NoiseLevel](), list[int]()
@@ -237,7 +237,7 @@ def test_the_estimate_is_asked_once_a_step_by_heun_twice_never_at_the_clean_end_
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: SamplerMethod) -> None:
+def test_the_sampler_state_stays_float32_without_gradients_around_a_bf16_network(method: SamplerMethod) -> None:
     scale = torch.ones((), requires_grad=True)
 
     def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:

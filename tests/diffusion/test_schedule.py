@@ -81,7 +81,7 @@ def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int) -
     assert (schedule.sqrt_one_minus_alpha_bar > 0).all()
 
 
-def test_the_shipped_ddpm_has_the_levels_of_ho_et_al() -> None:
+def test_the_ddpm_config_has_the_levels_of_ho_et_al() -> None:
     config = read_config(REPOSITORY / "configs" / "ddpm.yaml").diffusion
     classic = ("ddpm", None, "eps")
     found = (config.sampler, config.min_snr_gamma, config.prediction)
@@ -105,7 +105,7 @@ def test_q_sample_and_v_parity_with_diffusers(name: str) -> None:
 
 
 @given(st.floats(0.01, 1.56), st.floats(-5, 5), st.floats(-5, 5))
-def test_conversions_go_round_between_all_predictions(angle: float, x_0: float, eps: float) -> None:
+def test_conversions_between_predictions_round_trip(angle: float, x_0: float, eps: float) -> None:
     alpha, sigma = np.cos(angle), np.sin(angle)
     x_t, v = (
         torch.tensor(value, dtype=torch.float64) for value in (alpha * x_0 + sigma * eps, alpha * eps - sigma * x_0)

@@ -41,7 +41,7 @@ def patches_of(power: Tensor, count: int, shape: tuple[int, int, int] = SHAPE, s
     return torch.fft.irfftn(torch.fft.rfftn(white, dim=AXES) * power.sqrt(), s=shape, dim=AXES)
 
 
-def test_the_power_of_each_mode_is_found() -> None:
+def test_the_power_of_each_mode_is_measured() -> None:
     power = red()
     found = Spectrum.of(7 + 3 * patches_of(power, 4000))
     assert found.mean == pytest.approx(7, abs=0.2)
@@ -60,7 +60,7 @@ def test_the_mean_power_of_all_modes_is_the_variance(shape: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.5, 5.0])
-def test_no_other_filter_of_frequencies_comes_closer_than_the_linear_estimate(sigma: float) -> None:
+def test_no_other_frequency_filter_is_better_than_the_linear_estimate(sigma: float) -> None:
     power = red()
     spectrum = Spectrum(0.0, 1.0, power.float().numpy(), SHAPE[2])
     x_0 = patches_of(power, 400)[:, None].float()
@@ -101,7 +101,7 @@ def share_of_variance(power: float, levels: tuple[NoiseLevel, ...], config: Diff
 
 
 @pytest.mark.parametrize("exponent", [-2, 0, 3, 5])
-def test_spectral_sampling_gives_every_mode_its_variance_back(exponent: int) -> None:
+def test_spectral_sampling_reproduces_the_variance_of_every_mode(exponent: int) -> None:
     """A sampler whose first step is too long, or whose noise ends too low, loses what is large."""
     config = DiffusionConfig()
     levels = sampling_levels(Schedule.from_config(config, spectrum_up_to(max(10.0**exponent, 1.0))), config)
@@ -110,7 +110,7 @@ def test_spectral_sampling_gives_every_mode_its_variance_back(exponent: int) -> 
     assert 0.9 < share_of_variance(10.0**exponent, to_the_largest, config) < 1.1
 
 
-def test_levels_fall_by_equal_steps_of_the_seventh_root_from_the_first_t_to_the_last() -> None:
+def test_levels_decrease_in_equal_steps_of_the_seventh_root() -> None:
     config = DiffusionConfig(noise="spectral", sigma_max=80.0, sigma_min=0.02)
     schedule = Schedule.from_config(config, spectrum_up_to(100.0))
     *levels, last = rho_levels(schedule, 20)
@@ -122,7 +122,7 @@ def test_levels_fall_by_equal_steps_of_the_seventh_root_from_the_first_t_to_the_
     assert all(a.sigma > b.sigma for a, b in pairwise([*levels, last]))
 
 
-def test_the_most_noise_follows_from_the_largest_amplitude() -> None:
+def test_sigma_max_follows_from_the_largest_amplitude() -> None:
     config = DiffusionConfig(noise="spectral")
     most = [
         math.sqrt(1 / Schedule.from_config(config, spectrum_up_to(peak)).alpha_bar_64[-1] - 1) for peak in (1e2, 1e6)
@@ -132,7 +132,7 @@ def test_the_most_noise_follows_from_the_largest_amplitude() -> None:
     assert math.sqrt(1 / given.alpha_bar_64[-1] - 1) == pytest.approx(77)
 
 
-def test_the_schedule_standardises_and_the_others_do_not() -> None:
+def test_only_the_spectral_schedule_standardises() -> None:
     spectrum = Spectrum.of(7 + 3 * patches_of(red(), 20))
     schedule = Schedule.from_config(DiffusionConfig(noise="spectral"), spectrum)
     x_0, t = 7 + 3 * torch.randn((2, 1, 4, 4, 4)), torch.tensor([0, 999])

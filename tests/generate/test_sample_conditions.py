@@ -27,7 +27,7 @@ def facts(*greys: IntensityRange) -> DataFacts:
     return DataFacts((volume,), IntensityRanges((), greys), None)  # type: ignore[arg-type]
 
 
-def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come(tmp_path: Path) -> None:
+def test_positions_depend_on_seed_and_index_and_cover_the_box(tmp_path: Path) -> None:
     config = data_config(write_array(tmp_path / "c.zarr", textured((10, 18, 16))), validation={"fraction": 0.0})
 
     def places(seed: int) -> list[tuple[int, ...]]:
@@ -39,9 +39,7 @@ def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come(
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
-def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_held_out(
-    tmp_path: Path, fraction: float
-) -> None:
+def test_conditions_come_from_the_held_out_part_or_from_everywhere_without_one(tmp_path: Path, fraction: float) -> None:
     voxels = textured((32, 128, 32))
     config = data_config(write_array(tmp_path / "condition.zarr", voxels), validation={"fraction": fraction})
     with ConditionPatches(config, facts(IntensityRange(0.0, 200.0)), 0, 0) as conditions:

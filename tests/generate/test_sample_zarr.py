@@ -17,7 +17,7 @@ from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 
 
-def test_greys_are_what_the_normalisation_makes_the_model_values_of() -> None:
+def test_grey_values_invert_the_normalisation() -> None:
     for dtype in ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"):
         greys = np.array([0, 1, 53, 100, 144, 255], dtype)
         grey = IntensityRange(53.0, 144.0)
@@ -31,7 +31,7 @@ def test_greys_are_what_the_normalisation_makes_the_model_values_of() -> None:
 FAR = np.array([-9.0, -1.0, 0.006, 0.9, 9.0], np.float32)
 
 
-def test_integers_and_bool_are_rounded_and_clipped_to_the_dtype_and_floats_are_not() -> None:
+def test_integers_and_bool_are_rounded_and_clipped_but_floats_are_not() -> None:
     for dtype, expected in {
         "uint8": [0, 0, 101, 190, 255],
         "int8": [-128, 0, 101, 127, 127],
@@ -44,7 +44,7 @@ def test_integers_and_bool_are_rounded_and_clipped_to_the_dtype_and_floats_are_n
     np.testing.assert_allclose(greys, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
 
 
-def test_what_lies_beyond_the_dtype_neither_wraps_around_nor_becomes_infinite() -> None:
+def test_values_beyond_the_dtype_neither_wrap_around_nor_become_infinite() -> None:
     for dtype in ("int32", "int64", "uint32", "uint64", "float16"):
         info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
         low, high = to_grey_values(
@@ -54,7 +54,7 @@ def test_what_lies_beyond_the_dtype_neither_wraps_around_nor_becomes_infinite() 
         assert info.max * (1 - 2.0**-52) <= high <= info.max, "the largest 8-byte integer is no float64"
 
 
-def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
+def test_an_error_keeps_existing_files_and_leaves_no_new_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with atomic_directory(out) as staged:
         (staged / "a").write_text("old")
@@ -73,13 +73,13 @@ def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_the_system_refuses_comes_with_a_remedy(tmp_path: Path) -> None:
+def test_errors_of_the_system_come_with_a_remedy(tmp_path: Path) -> None:
     message = "Cannot write samples to .*No space.*; free some space or choose another folder"
     with pytest.raises(StorageError, match=message), atomic_directory(tmp_path / "out"):
         raise OSError(28, "No space left on device")
 
 
-def test_all_of_it_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[tuple[str, bool]] = []
     out = tmp_path / "out"
 

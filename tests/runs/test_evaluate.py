@@ -136,12 +136,12 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     good = ("--generated", tmp_path / "good.npy")
     refused = {
         ("all", *good): (2, "The run has no held-out patches"),
-        ("shown", "--generated", tmp_path / "other.npy"): (2, "shape [20, 8, 16, 15] of --generated"),
-        ("shown", "--generated", tmp_path / "few.npy"): (2, "3 generated patches in"),
-        ("shown", "--generated", tmp_path / "nan.npy"): (2, "hold NaN or infinity"),
+        ("shown", "--generated", tmp_path / "other.npy"): (2, "other.npy has shape [20, 8, 16, 15]"),
+        ("shown", "--generated", tmp_path / "few.npy"): (2, "few.npy holds 3 patches"),
+        ("shown", "--generated", tmp_path / "nan.npy"): (2, "are not finite numbers"),
         ("shown", "--generated", tmp_path / "text.npy"): (2, "is not a .npy file or zarr array"),
         ("shown", "--generated", tmp_path / "none.npy"): (2, "does not exist"),
-        ("shown", "--generated", tmp_path / "plain.zarr"): (2, "it holds 0 patches side by side"),
+        ("shown", "--generated", tmp_path / "plain.zarr"): (2, "0 disjoint patches fit into it"),
         ("shown", *good, "--training-volume", 1): (2, "--training-volume 1 does not exist"),
         ("shown", "--weights", "ema_0.7"): (2, "has no weights 'ema_0.7'"),
         (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),

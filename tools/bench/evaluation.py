@@ -1,8 +1,8 @@
-"""CPU and wall time of an evaluation of 64 + 64 patches of 72x136x136, without reading and sampling.
+"""CPU and wall time of an evaluation of 64 + 64 patches of 72x136x136, without reading or sampling.
 
     python tools/bench/evaluation.py [--count 64] [--patch 72,136,136]
 
-Patches are cut from smoothed noise: what they show does not change the time.
+Patches are cut from smoothed noise: the time does not depend on their content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vesuvius.generate.evaluate.patches import PatchSet, RealPatches
 
 
 def smoothed(shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Noise with a correlation of a few voxels, about from -1 to 1."""
+    """Return noise with a correlation length of a few voxels, roughly in [-1, 1]."""
     voxels = rng.standard_normal(shape, np.float32)
     for axis in range(3):
         for shift in (1, 2, 4):

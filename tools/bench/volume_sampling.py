@@ -1,9 +1,9 @@
-"""What `vesuvius sample --shape` costs beside the network, how its memory grows, and how many steps volumes need.
+"""Overhead and memory of `vesuvius sample --shape`, and quality of volumes by sampler, steps and overlap.
 
     python tools/bench/volume_sampling.py [--config configs/demo.yaml]     # cost and memory
     python tools/bench/volume_sampling.py --run demo                       # samplers, steps, overlaps: quality, seams
 
-For cost and memory the network has its initial weights: neither depends on them, and no volumes are needed.  CPU only.
+Cost and memory are measured with initial weights, because neither depends on them.  CPU only; no volumes are needed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ CELLS += [("dpmpp2m", 20, 0.5), ("dpmpp2m", 20, 0.0)]
 
 
 def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
-    """Draw a volume from the same noise with each sampler, and print how far each is from real voxels.
+    """Generate a volume from the same noise with each sampler, and print its distances from real voxels.
 
-    With labels, from those of the real voxels.  The distances are those of previews.  The reference is heun with 40
-    steps, from the same noise; the root mean square difference is in its standard deviations.  Volumes that are in
-    `folder` already are not drawn again.
+    A model with labels uses those of the real voxels.  The distances are those of previews.  The reference is heun with
+    40 steps from the same noise; rms differences are relative to its standard deviation.  Existing volumes in `folder`
+    are reused.
     """
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
@@ -79,42 +79,42 @@ def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
         keys = (f"diffusion.sampler={method}", f"diffusion.sampler_steps={steps}")
         request = VolumeRequest(info.checkpoint, "ema", keys, 0, 4, 0, out, shape, overlap, workers=1, inputs=given)
         generate_volume(request)
-        drawn = model_values(ArrayConfig(path=str(out)), slice(None))
-        found = measure_texture(patches_of(drawn, data.patch_size))
+        voxels = model_values(ArrayConfig(path=str(out)), slice(None))
+        found = measure_texture(patches_of(voxels, data.patch_size))
         if reference is None or converged is None:
-            reference, converged = drawn, found
-        tiling = Tiling(drawn.shape, data.patch_size, overlap)
+            reference, converged = voxels, found
+        tiling = Tiling(voxels.shape, data.patch_size, overlap)
         passes = 2 * steps - 1 if method == "heun" else steps
-        calls = passes * tiling.tiles * np.prod(data.patch_size) / drawn.size
+        calls = passes * tiling.tiles * np.prod(data.patch_size) / voxels.size
         distances = [far(found, texture) for far in (spectrum_distance_db, histogram_distance, correlation_distance)]
         distances.append(spectrum_distance_db(found, converged))
-        away = float(np.sqrt(np.mean((drawn - reference) ** 2)) / reference.std())
-        seam = " ".join(f"{ratio:.2f}" for ratio in seams(drawn, real if spec.condition else None, tiling))
+        away = float(np.sqrt(np.mean((voxels - reference) ** 2)) / reference.std())
+        seam = " ".join(f"{ratio:.2f}" for ratio in seams(voxels, real if spec.condition else None, tiling))
         figures = " | ".join(f"{figure:.3f}" for figure in (*distances, away))
         print(f"{method} {steps} {overlap:g} | {calls:.0f} | {figures} | {seam}", flush=True)
 
 
-def seams(drawn: NDArray[Any], real: NDArray[Any] | None, tiling: Tiling) -> list[float]:
-    """How much tiles show along z, y and x: 1 = not at all, more where neighbours do not fit together.
+def seams(voxels: NDArray[Any], real: NDArray[Any] | None, tiling: Tiling) -> list[float]:
+    """Return how visible tiles are along z, y and x: 1 = invisible, more if neighbouring tiles do not fit together.
 
-    The mean squared difference of neighbouring planes in the middle of overlaps (the faces of tiles that do not
-    overlap), over that in the middle of tiles; both over those of real voxels with the same labels, if there are any:
-    planes differ by up to 20 %.  The faces of tiles that overlap show nothing: they have next to no weight.
+    The mean squared difference of neighbouring planes in the middle of overlaps (at the faces of tiles that do not
+    overlap), relative to that in the middle of tiles; each relative to real voxels with the same labels, if given,
+    because planes differ by up to 20 %.  The faces of overlapping tiles show nothing: they have almost no weight.
     """
-    found = []
+    ratios = []
     for axis, (starts, patch) in enumerate(zip(tiling.starts, tiling.patch_zyx, strict=True)):
         others = tuple(other for other in range(3) if other != axis)
-        log = np.log((np.diff(drawn.astype(float), axis=axis) ** 2).mean(others))  # of voxels i and i + 1
+        log = np.log((np.diff(voxels.astype(float), axis=axis) ** 2).mean(others))  # of voxels i and i + 1
         if real is not None:
             log -= np.log((np.diff(real.astype(float), axis=axis) ** 2).mean(others))
         middles = [(here + there + patch) // 2 - 1 for here, there in pairwise(starts)]
         centres = [start + patch // 2 - 1 for start in starts]
-        found.append(float(np.exp(log[middles].mean() - log[centres].mean())))
-    return found
+        ratios.append(float(np.exp(log[middles].mean() - log[centres].mean())))
+    return ratios
 
 
 def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJob, Estimate]:
-    """Two passes over a volume of `times` patches along each axis."""
+    """Return a job with two passes over a volume of `times` patches along each axis."""
     config = read_config(config_path)
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"sampler_steps": 2})})
     network = build_network(config, torch.device("cpu")).eval()
@@ -132,8 +132,8 @@ def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJo
     return job, NetworkEstimate(denoise, config.diffusion, condition)
 
 
-def drawn(job: VolumeJob, estimate: Estimate) -> None:
-    """Draw it in a folder that is deleted then."""
+def generate(job: VolumeJob, estimate: Estimate) -> None:
+    """Generate the volume in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         with run_locally(lambda: TaskRunner(job, path, lambda stored: estimate, torch.device("cpu"))) as run_tasks:
@@ -141,7 +141,7 @@ def drawn(job: VolumeJob, estimate: Estimate) -> None:
 
 
 def cost(config_path: Path, overlap: float) -> None:
-    """CPU and wall time of a drawing, against those of the network calls that it makes."""
+    """Print CPU and wall time of a volume relative to its network calls."""
     job, estimate = network_job(config_path, 3, overlap)
     x = torch.zeros((1, 1, *job.tiling.patch_zyx))
     calls = job.tiling.tiles * len(job.passes)
@@ -155,7 +155,7 @@ def cost(config_path: Path, overlap: float) -> None:
     estimate(x, job.levels[0])
     before = bare()
     started = time.process_time(), time.perf_counter()
-    drawn(job, estimate)
+    generate(job, estimate)
     found = time.process_time() - started[0], time.perf_counter() - started[1]
     after = bare()
     cpu, wall = (found[i] / (before[i] + after[i]) * (calls // 2 * 2) / calls for i in (0, 1))
@@ -167,7 +167,7 @@ def cost(config_path: Path, overlap: float) -> None:
 
 
 def memory(times: int) -> None:
-    """Print the peak of this process, in MiB, before and after a drawing of so many patches along each axis."""
+    """Print the peak memory of this process, in MiB, before and after a volume of `times` patches along each axis."""
     patch: Triple = (32, 32, 32)
     kernel = torch.randn((8, 1, 3, 3, 3)) / 10
 
@@ -177,9 +177,9 @@ def memory(times: int) -> None:
     schedule = Schedule.from_config(read_config(Path("configs/demo.yaml")).diffusion)
     config = read_config(Path("configs/demo.yaml")).diffusion.model_copy(update={"sampler_steps": 2})
     job = VolumeJob(Tiling((32, 32, 32), patch, 0.25), 0, sampling_levels(schedule, config), "dpmpp2m")
-    drawn(job, estimate)  # what the first call allocates for good
+    generate(job, estimate)  # warm-up: permanent allocations of the first call
     before = high_water()
-    drawn(replace(job, tiling=Tiling((32 * times,) * 3, patch, 0.25)), estimate)
+    generate(replace(job, tiling=Tiling((32 * times,) * 3, patch, 0.25)), estimate)
     print(before, high_water())
 
 
@@ -193,8 +193,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--run", type=Path, help="compare samplers, steps and overlaps with the network of this run")
-    parser.add_argument("--shape", type=int, nargs=3, default=(24, 96, 96), help="of the volumes that are compared")
-    parser.add_argument("--folder", type=Path, default=Path("runs/volume_sampling"), help="for these volumes")
+    parser.add_argument("--shape", type=int, nargs=3, default=(24, 96, 96), help="shape of the compared volumes")
+    parser.add_argument("--folder", type=Path, default=Path("runs/volume_sampling"), help="where to write them")
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -210,7 +210,7 @@ def main() -> None:
             [sys.executable, __file__, "--memory", str(times)], capture_output=True, text=True, check=True
         )
         before, after = map(float, run.stdout.split())
-        print(f"{times**3} patches of 32x32x32: peak {after:.1f} MiB, of which the drawing {after - before:.1f} MiB")
+        print(f"{times**3} patches of 32x32x32: peak {after:.1f} MiB, of which the volume {after - before:.1f} MiB")
     for overlap in (0.25, 0.5):
         cost(arguments.config, overlap)
 

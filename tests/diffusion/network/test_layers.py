@@ -10,7 +10,7 @@ from torch import nn
 from vesuvius.diffusion.network import layers
 
 
-def test_each_group_holds_at_least_four_channels_or_all_there_are() -> None:
+def test_each_group_has_at_least_four_channels_or_all() -> None:
     assert [layers.group_count(channels) for channels in (32, 128, 256, 22, 3)] == [8, 32, 32, 2, 1]
 
 
@@ -59,7 +59,7 @@ def test_attention_parity_with_the_softmax_formula() -> None:
     torch.testing.assert_close(attention(x), x + attention.out(attended), rtol=1e-5, atol=1e-5)
 
 
-def test_timestep_embedding_is_float32_whatever_the_autocast() -> None:
+def test_timestep_embedding_is_float32_under_autocast() -> None:
     embed, t = layers.TimestepEmbedding(16), torch.arange(1000)
     outside = embed(t)
     with torch.autocast("cpu", dtype=torch.bfloat16):

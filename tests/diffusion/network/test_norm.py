@@ -57,7 +57,7 @@ def _forward_and_gradients(
 
 @LAYOUTS
 @ROWS
-def test_parity_with_the_formula_in_fp64_and_the_same_numbers_kept_or_recomputed(
+def test_parity_with_the_formula_in_float64_with_and_without_recomputation(
     rows: int | None, layout: torch.memory_format
 ) -> None:
     exact = _forward_and_gradients("formula", rows, layout, torch.float64)
@@ -76,7 +76,7 @@ def test_parity_with_the_formula_in_fp64_and_the_same_numbers_kept_or_recomputed
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_compiled_code_takes_a_bias_before_the_norm_up_and_is_as_exact(
+def test_compiled_norms_add_the_bias_before_them_equally_accurately(
     batch: int, dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
     # A bias whose way through the statistics, or past them, is forgotten has another gradient.
@@ -119,7 +119,7 @@ class _Counted(TorchDispatchMode):
 
 @ROWS
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
-def test_norm_and_silu_are_run_again_and_no_convolution_is(rows: int | None, autocast: bool) -> None:
+def test_norm_and_silu_are_recomputed_but_no_convolution(rows: int | None, autocast: bool) -> None:
     x, weight, bias, conv = _parts(rows)
     with _Counted() as counted:
         h = x
@@ -132,7 +132,7 @@ def test_norm_and_silu_are_run_again_and_no_convolution_is(rows: int | None, aut
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_convolves_in_its_dtype_and_gradients_come_back_in_float32(dtype: torch.dtype) -> None:
+def test_autocast_convolves_in_its_dtype_with_float32_gradients(dtype: torch.dtype) -> None:
     results = []
     for recompute in (False, True):
         x, weight, bias, conv = _parts(2)
@@ -150,7 +150,7 @@ def test_autocast_convolves_in_its_dtype_and_gradients_come_back_in_float32(dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_convolution_in_channels_last_order_may_come_before_the_norm(batch: int, dtype: torch.dtype) -> None:
+def test_a_channels_last_convolution_may_precede_the_norm(batch: int, dtype: torch.dtype) -> None:
     # oneDNN gives an axis of size 1 a stride of its own, which torch's GroupNorm refuses.
     x, weight, bias, conv = _parts(None)
     before = nn.Conv3d(8, 8, 3, padding=1)

@@ -83,7 +83,7 @@ RECOMPUTED, KEPT, CHECKPOINTED = Execution(True), Execution(False), Execution(Tr
         pytest.param(CHECKPOINTED, True, id="checkpointed-zyxc", marks=pytest.mark.long),
     ],
 )
-def test_equal_blocks_compile_once_learn_alike_and_keep_no_more(execution: Execution, last: bool) -> None:
+def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(execution: Execution, last: bool) -> None:
     counter = CompileCounterWithBackend(PARTITIONED)
     calls: list[Any] = []
 
@@ -110,7 +110,7 @@ def test_equal_blocks_compile_once_learn_alike_and_keep_no_more(execution: Execu
     assert counter.frame_count == len(different), "the next micro-batch compiles nothing"
 
 
-def test_what_moves_activations_around_a_norm_is_compiled_with_it() -> None:
+def test_operations_around_a_norm_are_compiled_with_it() -> None:
     """Joints, sums, the way out of boxes and the bias before it; not what only a convolution would read."""
     outside: set[str] = set()
     inside = False
@@ -158,7 +158,9 @@ def fails_backward(*graph_and_inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", [fails, fails_backward])
-def test_what_cannot_be_compiled_runs_plainly_with_one_warning(backend: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_compilation_continues_eagerly_with_one_warning(
+    backend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     loss, _, gradients = trained(awake(Execution()))
     regions = CompiledRegions(backend)
     model = awake(Execution(call=regions))
@@ -174,7 +176,7 @@ def test_what_cannot_be_compiled_runs_plainly_with_one_warning(backend: Any, cap
     assert said[0].endswith("set training.compile=false to skip the attempt")
 
 
-def test_a_deep_network_stays_compiled_when_its_micro_batch_was_halved_twice() -> None:
+def test_a_deep_network_stays_compiled_after_its_micro_batch_is_halved_twice() -> None:
     """24 kinds of blocks, each for three micro-batches; torch would say 'recompile_limit'."""
     regions = CompiledRegions("eager")
     for size in range(72):

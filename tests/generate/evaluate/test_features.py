@@ -32,7 +32,7 @@ def sheets(count: int, rng: np.random.Generator, crossed: bool = False) -> NDArr
     return (found / np.sqrt(2 if crossed else 1) + 0.1 * rng.standard_normal(found.shape)).astype(np.float32)
 
 
-def test_equal_sets_come_out_around_a_half_though_they_are_of_different_sizes() -> None:
+def test_equal_sets_of_different_sizes_have_an_auc_of_about_a_half() -> None:
     """A classifier that was tested on what it was solved for, or a kind that counted more, would not."""
     found = []
     for seed in range(30):
@@ -41,13 +41,13 @@ def test_equal_sets_come_out_around_a_half_though_they_are_of_different_sizes() 
     assert np.mean(found) == pytest.approx(0.5, abs=3.3 * np.std(found) / np.sqrt(len(found)))
 
 
-def test_a_difference_of_the_spread_alone_is_told() -> None:
+def test_a_difference_in_variance_alone_is_detected() -> None:
     """A linear classifier could not."""
     rng = np.random.default_rng(0)
     assert auc(rng.standard_normal((80, 4)), 2 * rng.standard_normal((80, 4))) > 0.75
 
 
-def test_sheets_that_cross_and_air_that_is_not_flat_are_told() -> None:
+def test_crossing_sheets_and_noisy_air_are_detected() -> None:
     rng = np.random.default_rng(0)
     real = sheets(64, rng)
     assert auc(of_patches(real), of_patches(sheets(64, rng, crossed=True))) > 0.8

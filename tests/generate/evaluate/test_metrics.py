@@ -54,7 +54,7 @@ def metrics(comparison: Comparison) -> dict[str, Metric]:
     return {metric.key: metric for metric in comparison.metrics}
 
 
-def test_samples_of_the_same_kind_are_at_the_floor_in_every_figure() -> None:
+def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
     found = judged(patches(THIRD, COUNT, 5), steps=40)
     assert not any(metric.beyond for metric in found.metrics), verdict(found)
     assert metrics(found)["auc"].distance == pytest.approx(0.5, abs=0.2)
@@ -64,7 +64,7 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_figure() -> None:
     }  # fmt: skip
 
 
-def test_copies_of_training_patches_are_called_memorised_and_nothing_else() -> None:
+def test_only_copies_of_training_patches_are_called_memorised() -> None:
     copies = patches(TRAINED, COUNT, 6)
     copies = np.stack([np.rot90(patch[::-1], number % 4, (1, 2)) for number, patch in enumerate(copies)])
     found = judged(copies)
@@ -83,7 +83,7 @@ def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
     assert found["histogram_distance"].beyond
 
 
-def test_blurred_samples_are_told_by_spectrum_and_classifier() -> None:
+def test_blurred_samples_are_detected_by_spectrum_and_classifier() -> None:
     sharp = patches(THIRD, COUNT, 9)
     blurred = sum(np.roll(sharp, shift, axis) for axis in (2, 3) for shift in (-1, 0, 1)) / 6
     found = metrics(judged(blurred.astype(np.float32), steps=40))
@@ -93,7 +93,7 @@ def test_blurred_samples_are_told_by_spectrum_and_classifier() -> None:
         assert found[key].beyond
 
 
-def test_equal_sets_are_told_apart_as_often_as_the_level_says_though_patches_come_in_groups() -> None:
+def test_false_positives_have_the_nominal_rate_for_grouped_patches() -> None:
     """Difference of the means of 30 and 20 groups of three patches that are alike."""
     told = 0
     for seed in range(200):
@@ -107,7 +107,7 @@ def test_equal_sets_are_told_apart_as_often_as_the_level_says_though_patches_com
     assert within_chance(told, 200, 0.05)
 
 
-def test_samples_under_held_out_conditions_are_tested_on_places_that_training_of_the_classifier_has_not_seen() -> None:
+def test_samples_with_held_out_conditions_are_tested_on_unseen_locations() -> None:
     rng = np.random.default_rng(0)
     every = overlapping(np.zeros((24, 64, 192), np.float32), 80, rng)
     shown, held_out = every.rows(range(40)), every.rows(range(40, 80))
@@ -146,7 +146,7 @@ def overlapping(volume: Voxels, count: int, rng: np.random.Generator) -> PatchSe
     return PatchSet(values, places, disjoint_sides(places, PATCH, count))
 
 
-def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap() -> None:
+def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None:
     """Were voxels both in training and in the test, a classifier that knows them by heart would be above it."""
     found = []
     for seed in range(16):
@@ -166,7 +166,7 @@ def test_the_auc_of_equal_sets_lies_around_a_half_though_their_patches_overlap()
     assert sum(each.p < 0.05 for each in found) <= 3, "at most 5 %, within chance"
 
 
-def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
+def test_summary_and_table_agree_on_every_metric() -> None:
     metrics = [
         Metric("a", "one", {}, 0.3, 0.1, 0.01),
         Metric("b", "two", {}, -0.3, None, 0.01),
@@ -182,7 +182,7 @@ def test_the_summary_says_of_each_figure_what_its_row_says() -> None:
     ]  # fmt: skip
 
 
-def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> None:
+def test_patches_without_texture_are_unknown_and_metrics_are_plain_json() -> None:
     found = judged(np.full((COUNT, 8, 16, 16), -3, np.float32))
     text = json.dumps(plain(found), allow_nan=False)
     assert json.loads(text)["figures"]["copies"]["values"]["generated"] is None
@@ -195,7 +195,7 @@ def test_patches_without_texture_are_unknown_and_figures_are_plain_json() -> Non
 # Copies of training voxels are found wherever they are from and however they are turned; other patches are far.
 
 
-def test_a_copy_is_found_at_any_place_whatever_its_brightness_and_contrast() -> None:
+def test_a_copy_is_found_at_any_position_brightness_and_contrast() -> None:
     """A search at some places alone, or of grey values as they are, would miss most of them."""
     trained = scroll(0, (24, 48, 48), air=False)
     distances = nearest_distances([trained], 0.4 * patches(trained, 24, 1) + 0.3, AugmentConfig())
@@ -203,14 +203,14 @@ def test_a_copy_is_found_at_any_place_whatever_its_brightness_and_contrast() -> 
 
 
 @pytest.mark.parametrize(("flips", "turns"), [((), 0), ((0,), 1), ((1, 2), 3), ((0, 2), 2)])
-def test_a_copy_is_found_in_the_symmetries_of_training_and_in_no_other(flips: tuple[int, ...], turns: int) -> None:
+def test_copies_are_found_only_in_the_symmetries_of_training(flips: tuple[int, ...], turns: int) -> None:
     turned = np.stack([np.rot90(np.flip(patch, flips), turns, (1, 2)) for patch in patches(ALONE, 8, 2)])
     assert np.mean(nearest_distances([ALONE], turned, AugmentConfig()) < 1e-3) > 0.8
     plain = nearest_distances([ALONE], turned, AugmentConfig(flip=False, rot90=False))
     assert (np.nanmedian(plain) < 1e-3) == (not flips and not turns)
 
 
-def test_patches_of_another_volume_are_far_and_those_without_texture_are_not_judged() -> None:
+def test_patches_of_another_volume_are_far_and_those_without_texture_unknown() -> None:
     other = np.stack([*patches(scroll(9, air=False), 16, 3), np.full((8, 16, 16), -3, np.float32)])
     distances = nearest_distances([scroll(0, (24, 48, 48), air=False)], other, AugmentConfig())
     assert distances[:-1].min() > 0.3

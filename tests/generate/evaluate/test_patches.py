@@ -79,16 +79,14 @@ def judged(source: RealSource, found: GeneratedPatches) -> Comparison:
 
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(rot90=False), marks=pytest.mark.long)])
-def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
-    tmp_path: Path, augment: AugmentConfig
-) -> None:
+def test_augmented_training_patches_are_at_the_floor_in_every_metric(tmp_path: Path, augment: AugmentConfig) -> None:
     source = source_of(tmp_path, augment)
     stored = as_drawn(source, augment)
     found = judged(source, GeneratedPatches(stored, None))
     assert not [metric.name for metric in found.metrics if metric.beyond is not False], verdict(found)
 
 
-def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(tmp_path: Path) -> None:
+def test_a_model_that_ignores_the_rotations_of_training_is_beyond_the_floor(tmp_path: Path) -> None:
     """If all that is compared were turned, it would not show."""
     source = source_of(tmp_path, AugmentConfig())
     stored = as_drawn(source, UNTURNED)
@@ -98,7 +96,7 @@ def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(
     assert verdict(found).startswith("Generated patches fail 1 of 9 metrics: correlation distance")
 
 
-def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_orientation(tmp_path: Path) -> None:
+def test_patches_cut_from_one_volume_are_at_the_floor_despite_its_single_orientation(tmp_path: Path) -> None:
     source = source_of(tmp_path, AugmentConfig())
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
     found = open_generated(drawn, PATCH, COUNT, None, 0)
@@ -109,7 +107,7 @@ def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_
     ], "too few"  # fmt: skip
 
 
-def test_real_patches_are_mirrored_and_turned_each_its_own_way(tmp_path: Path) -> None:
+def test_real_patches_are_flipped_and_rotated_independently(tmp_path: Path) -> None:
     turned = source_of(tmp_path / "turned", AugmentConfig()).read(16).held_out
     plain = source_of(tmp_path / "plain", UNTURNED).read(16).held_out
     ways = [
@@ -124,7 +122,7 @@ def test_real_patches_are_mirrored_and_turned_each_its_own_way(tmp_path: Path) -
     assert len({way.index(True) for way in ways}) > 5
 
 
-def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_path: Path) -> None:
+def test_samples_with_conditions_that_training_never_draws_are_dropped(tmp_path: Path) -> None:
     """`vesuvius sample` draws conditions anywhere in the held-out part, training and evaluation where material is."""
     scan = np.zeros((16, 32, 128), np.uint8)
     scan[:, 16:] = 200
@@ -151,7 +149,7 @@ def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_pat
         generated_set(few, source, has_condition=True)
 
 
-def test_sides_share_no_voxel_and_lie_among_each_other(tmp_path: Path) -> None:
+def test_sides_share_no_voxel_and_are_interleaved(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for shape, count in (((16, 64, 64), 128), ((64, 256, 96), 256), ((8, 16, 64), 40), ((8, 16, 16), 20)):
         starts = rng.integers(0, np.array(shape) - PATCH, (count, 3), endpoint=True)

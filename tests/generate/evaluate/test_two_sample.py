@@ -17,7 +17,7 @@ def two_sample_auc(real: tuple[Patches, Patches], generated: tuple[Patches, Patc
     return area_under_curve(*scores)
 
 
-def test_the_area_is_the_share_of_pairs_in_order() -> None:
+def test_the_auc_is_the_share_of_pairs_in_order() -> None:
     assert area_under_curve(np.array([3.0, 2.0]), np.array([1.0, 0.0])) == 1
     assert area_under_curve(np.array([0.0, 1.0]), np.array([2.0, 3.0])) == 0
     assert area_under_curve(np.array([1.0, 3.0]), np.array([2.0])) == 0.5
@@ -40,7 +40,7 @@ def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ..
 
 
 @pytest.mark.long
-def test_patches_of_one_kind_cannot_be_told_apart() -> None:
+def test_patches_of_one_kind_cannot_be_separated() -> None:
     """A classifier that is tested on what it was trained on knows that by heart."""
     (few, real), (others, generated) = (
         [textures(count, seed + count, phases=False) for count in (4, 120)] for seed in (0, 1)
@@ -49,13 +49,13 @@ def test_patches_of_one_kind_cannot_be_told_apart() -> None:
     assert two_sample_auc((few, few), (others, others), steps=50) > 0.8
 
 
-def test_what_mean_variance_and_spectrum_do_not_tell_is_told() -> None:
+def test_a_difference_beyond_mean_variance_and_spectrum_is_detected() -> None:
     real = textures(64, 0, phases=False), textures(48, 1, phases=False)
     generated = textures(64, 2, phases=True), textures(48, 3, phases=True)
     assert two_sample_auc(real, generated, steps=80) > 0.8
 
 
-def test_a_figure_repeats_and_leaves_the_global_generator_alone() -> None:
+def test_scores_are_reproducible_without_the_global_generator() -> None:
     pair, other = (textures(8, 0, phases=False),) * 2, (textures(8, 1, phases=True),) * 2
     state = torch.random.get_rng_state()
     assert two_sample_auc(pair, other, steps=3) == two_sample_auc(pair, other, steps=3)
@@ -63,7 +63,7 @@ def test_a_figure_repeats_and_leaves_the_global_generator_alone() -> None:
 
 
 @pytest.mark.long
-def test_of_large_patches_both_detail_and_the_whole_are_seen() -> None:
+def test_large_patches_are_seen_in_detail_and_in_full() -> None:
     """Patches of 32^3 are seen 20^3 voxels at a time, and in a lower resolution."""
     rng = np.random.default_rng(0)
 

@@ -67,7 +67,7 @@ def face_ratio(response: Tensor) -> Tensor:
     return across / float(2 * (1 - FIELD(torch.tensor(1.0))))
 
 
-def test_blended_tiles_draw_the_spectrum_up_to_the_patch_and_no_seams() -> None:
+def test_blended_tiles_reproduce_the_spectrum_up_to_the_patch_without_seams() -> None:
     blended, apart = responses(Tiling(SHAPE, PATCH, 0.5)), drawn_apart(Tiling(SHAPE, PATCH, 0.0))
     ratio = power_ratio(blended, SHAPE)
     short = {wavelength: value for wavelength, value in ratio.items() if wavelength <= PATCH[1]}
@@ -83,7 +83,7 @@ def test_blended_tiles_draw_the_spectrum_up_to_the_patch_and_no_seams() -> None:
     assert max(abs(value - 1) for wavelength, value in power_ratio(apart, SHAPE).items() if wavelength <= 6) > 0.1
 
 
-def test_the_default_overlap_and_steps_show_no_tile() -> None:
+def test_the_default_overlap_and_steps_leave_no_visible_tiles() -> None:
     """Without chance: with Hann windows the ratio is 1.012, with none 1.18."""
     used = VolumeRequest.overlap, DiffusionConfig().sampler_steps
     faces = face_ratio(responses(Tiling((1, 52, 8), (1, 16, 4), used[0]), used[1]))[8:43]
@@ -137,6 +137,6 @@ def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> 
     return border_ratio(squares)
 
 
-def test_filled_gaps_fit_what_is_known() -> None:
+def test_filled_gaps_fit_the_known_voxels() -> None:
     assert filled_border(4, steps=20) == pytest.approx(1, abs=0.06)
     assert filled_border(1, corrects=False, steps=20) > 1.4, "known voxels with independent noise alone"

@@ -27,7 +27,7 @@ def spec(path: Path) -> ArrayConfig:
 
 
 @pytest.mark.parametrize(("corner", "raises"), [(0, None), (1, None), (40, ConfigError), (400, DataError)])
-def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises: Any) -> None:
+def test_a_mask_at_another_position_is_refused(tmp_path: Path, corner: int, raises: Any) -> None:
     volume_of(tmp_path / "scan", RAW, 4, 0)
     volume_of(tmp_path / "mask", RAW, 4, (corner, 0, 0))
     given = InputConfig(inpaint=spec(tmp_path / "scan"), mask=spec(tmp_path / "mask"))
@@ -39,7 +39,7 @@ def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises:
             Inputs(given, CONFIG)
 
 
-def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Path) -> None:
+def test_samples_get_held_out_labels_at_their_position(tmp_path: Path) -> None:
     labels, patch = textured((20, 32, 32)), (8, 16, 16)
     volume_of(tmp_path / "scan", RAW, 4, 0)
     volume_of(tmp_path / "labels", labels.shape, 6, (40, 60, 80))

@@ -73,7 +73,7 @@ def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, 
     np.testing.assert_array_equal(BlockArray(tmp_path / last / "x", TILING).read(ALL), found)
 
 
-def test_noise_is_white_and_follows_from_seed_step_and_block_alone() -> None:
+def test_noise_is_white_and_depends_only_on_seed_step_and_block() -> None:
     wide = Tiling((8, 12, 18), PATCH, 0.25)
     np.testing.assert_array_equal(block_noise(7, STEP, 3, wide, 0), block_noise(7, STEP, 3, TILING, 0))
     # block 1, 1, 1 is the 10th of 12 here, and the 8th of 12 there, where it is cut
@@ -90,7 +90,7 @@ def test_noise_is_white_and_follows_from_seed_step_and_block_alone() -> None:
     assert float((covariance - torch.eye(len(covariance))).abs().max()) < 0.2, "5 sigma is 0.16"
 
 
-def test_any_order_of_parts_gives_the_same_bits(tmp_path: Path) -> None:
+def test_any_order_of_tasks_gives_the_same_bits(tmp_path: Path) -> None:
     expected = drawn(job(batch_size=3), tmp_path / "in order", ESTIMATE)
     runner, rng = runner_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
     blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
@@ -124,7 +124,7 @@ def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
-def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp_path: Path, kills: int) -> None:
+def test_a_process_killed_repeatedly_gives_the_same_bits(tmp_path: Path, kills: int) -> None:
     work = job("ddpm", batch_size=2)
     expected = drawn(work, tmp_path / "once", ESTIMATE)
     rng, died = random.Random(kills), 0
@@ -139,7 +139,7 @@ def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp
 
 @pytest.mark.long
 @pytest.mark.parametrize("deadly", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_it_dies_again_and_again(
+def test_ray_actors_give_the_same_bits_and_are_replaced_unless_they_keep_dying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadly: bool
 ) -> None:
     expected = drawn(job(), tmp_path / "one", ESTIMATE)
@@ -163,7 +163,7 @@ def test_actors_of_ray_give_the_same_bits_and_one_that_dies_is_replaced_unless_i
     assert told == [(n + 1, 4 * TILING.tiles) for n in range(4 * TILING.tiles)]
 
 
-def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) -> None:
+def test_a_stop_keeps_finished_tiles_and_the_next_call_resumes(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     calls = [0]
 
@@ -184,7 +184,7 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
     assert calls[0] == 4 * TILING.tiles, "no tile is computed twice"
 
 
-def test_after_a_crash_of_the_machine_predictions_are_made_anew(tmp_path: Path) -> None:
+def test_tiles_are_recomputed_after_a_crash_of_the_machine(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     folder = tmp_path / "crashed"
     runner, state = runner_of(job(), folder, ESTIMATE), State(folder, job(), 0)
@@ -197,9 +197,7 @@ def test_after_a_crash_of_the_machine_predictions_are_made_anew(tmp_path: Path) 
     np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
 
 
-def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_deleted_only_after_the_next_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stamp(stat: os.stat_result) -> tuple[int, int]:
         return stat.st_ino, stat.st_mtime_ns  # numbers of files that are deleted are used again
 
@@ -231,7 +229,7 @@ def write_known(folder: Path, values: np.ndarray) -> None:
         field.write(block, values[tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))])
 
 
-def test_known_voxels_follow_their_own_noise_to_the_end_and_shape_the_rest(tmp_path: Path) -> None:
+def test_known_voxels_are_reached_exactly_and_shape_the_gap(tmp_path: Path) -> None:
     known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE)).numpy()
     known[2:5, 3:9, 4:10] = np.nan
     volumes = {}
@@ -245,7 +243,7 @@ def test_known_voxels_follow_their_own_noise_to_the_end_and_shape_the_rest(tmp_p
     assert (volumes["shifted"] - volumes["plain"])[gap].mean() > 0.5
 
 
-def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
+def test_blocks_are_active_within_half_a_patch_of_a_gap() -> None:
     rng = np.random.default_rng(0)
     for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):
         tiling = Tiling(shape, patch, 0.5)
@@ -271,12 +269,12 @@ def test_rounds_of_a_volume_on_disk_equal_those_in_memory(tmp_path: Path) -> Non
     np.testing.assert_allclose(drawn(work, tmp_path, ESTIMATE), expected.numpy(), atol=1e-4)
 
 
-def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -> None:
+def test_a_nonfinite_estimate_is_refused_with_its_tile(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"NaN .* for tile z 0:4, y 0:6, x \d:\d in sampling pass 0"):
         drawn(job(), tmp_path, lambda x, level: (torch.full_like(x, torch.nan), x))
 
 
-def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp_path: Path) -> None:
+def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) -> None:
     """A byte per block would be 12 GiB here; what is kept per tile of an axis is a few MB."""
     edge = 30_000
     tracemalloc.start()

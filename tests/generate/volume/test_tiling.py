@@ -36,7 +36,7 @@ def test_weights_are_positive_and_sum_to_1_at_each_voxel(tiling: Tiling) -> None
 
 
 @given(tilings())
-def test_who_shares_a_voxel_with_a_box_is_found(tiling: Tiling) -> None:
+def test_tiles_and_blocks_that_share_a_voxel_with_a_box_are_found(tiling: Tiling) -> None:
     tiles = [tiling.tile_box(tile) for tile in range(tiling.tiles)]
     blocks = [tiling.block_box(block) for block in range(tiling.blocks)]
     assert sum(int(np.prod(shape_of(box))) for box in blocks) == np.prod(tiling.shape_zyx)
@@ -48,7 +48,7 @@ def test_who_shares_a_voxel_with_a_box_is_found(tiling: Tiling) -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.floats(0, 0.75))
-def test_tiles_are_evenly_spaced_and_overlap_by_the_share_at_least(patch: int, more: int, overlap: float) -> None:
+def test_tiles_are_evenly_spaced_with_at_least_the_requested_overlap(patch: int, more: int, overlap: float) -> None:
     starts = tile_starts(patch + more, patch, overlap)
     gaps = np.diff(starts)
     assert (starts[0], starts[-1]) == (0, more)
@@ -57,7 +57,7 @@ def test_tiles_are_evenly_spaced_and_overlap_by_the_share_at_least(patch: int, m
     assert len(gaps) == 0 or overlap == 0 or patch - gaps.max() >= min(4, patch // 2)
 
 
-def test_a_tile_counts_most_in_its_middle_and_least_at_its_faces() -> None:
+def test_weights_are_largest_in_the_middle_of_a_tile_and_smallest_at_its_faces() -> None:
     shares = Tiling((1, 1, 24), (1, 1, 8), 0.5).axis_weights[2][2]  # from 8, with a neighbour at either side
     window = np.sin(np.pi * (np.arange(8) + 0.5) / 8) ** 4
     np.testing.assert_allclose(shares, window / (window + np.roll(window, 4)), atol=1e-12)
@@ -65,7 +65,7 @@ def test_a_tile_counts_most_in_its_middle_and_least_at_its_faces() -> None:
     assert shares[3] > 0.99
 
 
-def test_what_tiles_cannot_reach_is_refused() -> None:
+def test_a_volume_that_tiles_cannot_cover_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"A volume of 4x8x8 is smaller than a training patch \(8x8x8\)"):
         Tiling((4, 8, 8), (8, 8, 8), 0.5).check()
     with pytest.raises(ConfigError, match=r"--overlap 0\.9, .* is not between 0 and 0\.75"):
