@@ -26,7 +26,7 @@ from vesuvius.diffusion.schedule import Schedule
 class NoiseLevel:
     """The noise level of x = alpha x_0 + sigma eps.
 
-    Both factors are stored: computing one from the other loses precision where it is small.
+    Both factors are stored: computing one from the other loses precision if it is small.
     """
 
     t: float  # input of the network; an integer is a timestep of the schedule, other values lie between two timesteps

@@ -1,4 +1,4 @@
-"""`vesuvius evaluate`: from a checkpoint, or samples of any program, to a folder with metrics, pictures and a page."""
+"""`vesuvius evaluate`: from a checkpoint, or the samples of any program, to a folder with metrics and a page."""
 
 from __future__ import annotations
 
@@ -73,18 +73,17 @@ _NO_PLACES = (
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is asked for."""
+    """Arguments of an evaluation."""
 
-    # The checkpoint, and how samples are drawn from it, as many as real patches of each kind; `out` stays None.
-    samples: SampleRequest
-    generated: Path | None  # samples or a volume that are there already; None = samples are drawn
-    out: Path | None  # the folder to write; None = a new one in the run's reports/
-    classifier_steps: int  # of each of the two classifiers
-    command: str  # for the page
+    samples: SampleRequest  # checkpoint, sampler and number of patches of each kind; `out` is None
+    generated: Path | None  # existing samples or volume; None = generate samples
+    out: Path | None  # folder to write; None = a new one in the run's reports/
+    classifier_steps: int  # training steps of each of the two CNNs
+    command: str  # shown on the page
 
 
 def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done, total: None) -> tuple[Path, str]:
-    """Judge a trained model and write the folder.
+    """Evaluate a trained model and write the folder.
 
     Args:
         on_step: as in `generate_samples`.
@@ -93,9 +92,9 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         The folder, and the table for the terminal.
 
     Raises:
-        ConfigError: what is asked for does not fit the run, or nothing is held out.
+        ConfigError: the arguments do not fit the run, or nothing is held out.
         DataError: volumes cannot be read.
-        StorageError, and what `generate_samples` raises: as they say; no folder is left.
+        StorageError, and the errors of `generate_samples`: no folder is left.
     """
     asked, path, out = request.samples, request.generated, request.out
     info = read_checkpoint_info(find_checkpoint(asked.checkpoint, "RUN"), asked.overrides)
@@ -103,7 +102,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         check_weights(info.checkpoint, asked.weights)
     check_volume(info, asked.volume_index, "--training-volume")
     if out is not None and os.path.lexists(out):
-        raise ConfigError(f"--out {out} exists, and an evaluation does not replace files; choose another")
+        raise ConfigError(f"--out {out} already exists; choose another folder")
     config = info.config
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
     facts, grey = info.data.volumes[asked.volume_index], info.data.greys.volumes[asked.volume_index]
@@ -166,17 +165,17 @@ def evaluation_page(
 
 
 def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
-    """Draw samples, or find those that an evaluation has drawn with the same arguments."""
+    """Generate samples, or reuse those of an earlier evaluation with the same arguments."""
     asked = replace(asked, batch_size=min(asked.batch_size, asked.count))
-    place = default_out(asked, info)
-    out = place.with_name(f"{place.name}_{asked.count}")
+    default = default_out(asked, info)
+    out = default.with_name(f"{default.name}_{asked.count}")
     if not out.exists():
         generate_samples(replace(asked, out=out), on_step)
         return out
     wanted = sample_record(asked, info, "off", 0)
-    del wanted["amp"], wanted["evaluations_per_sample"]  # only drawing shows them
+    del wanted["amp"], wanted["evaluations_per_sample"]  # known only after sampling
     check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
-    log.info("using the existing samples: %s", out)
+    log.info("Using existing samples: %s", out)
     return out
 
 
@@ -247,7 +246,7 @@ def metric_table(metrics: Sequence[Metric]) -> Table:
 
 
 def plain(comparison: Comparison) -> dict[str, Any]:
-    """All metrics as plain JSON; what is not finite is null."""
+    """Return all metrics as plain JSON; non-finite values are null."""
     metrics = {
         metric.key: asdict(metric) | {"beyond": metric.beyond, "reading": metric.reading}
         for metric in comparison.metrics

@@ -266,9 +266,7 @@ def open_generated(
             f"[N, {', '.join(map(str, patch_zyx))}]; crop the patches, or use another file"
         )
     if shape[0] < LEAST_PATCHES:
-        raise ConfigError(
-            f"{shape[0]} generated patches in {path} are too few to compare; draw {LEAST_PATCHES} or more"
-        )
+        raise ConfigError(f"{path} holds {shape[0]} patches, too few to compare; generate at least {LEAST_PATCHES}")
     count, locations = min(count, shape[0]), None
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
         record = finished_record(folder / CONDITIONS, SAMPLE) or {}
