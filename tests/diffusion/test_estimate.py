@@ -1,4 +1,4 @@
-"""What stands between the network and the sampler: guidance, limits of x_0, dtypes, and the count of evaluations."""
+"""Between network and sampler: guidance, clipping of x_0, dtypes, and the number of network calls."""
 
 import numpy as np
 import pytest
@@ -88,7 +88,7 @@ def test_clipped_x_0_and_its_eps_still_reproduce_x(kind: Prediction) -> None:
 
 @pytest.mark.parametrize("correction", [1.0, 1.25])
 def test_correction_scales_only_the_difference_to_the_linear_denoiser(correction: float) -> None:
-    """A program that multiplied the whole prediction would change the linear denoiser itself, and the spectrum."""
+    """A program that scaled the full prediction would change the linear denoiser itself, and the spectrum."""
     power = np.ones((2, 4, 3), np.float32)
     power[0, 0] = 40
     schedule = Schedule.from_config(DiffusionConfig(), Spectrum(0.3, 1.4, power, 5))
@@ -109,7 +109,7 @@ def test_correction_scales_only_the_difference_to_the_linear_denoiser(correction
 
 
 def test_a_guide_replaces_the_linear_denoiser_and_sees_the_same_condition() -> None:
-    """A program that asked the guide without the condition would turn the correction against the labels."""
+    """A program that called the guide without the condition would turn the correction against the labels."""
     network, guide = _Network(), _Network()
     config = DiffusionConfig(noise="cosine", sampler_correction=1.5, prediction="x_0")
     estimate = NetworkEstimate(network, config, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))

@@ -66,7 +66,7 @@ def test_each_sample_gets_its_own_condition() -> None:
 
 
 def _noise_of_each_step(purpose: Purpose) -> Tensor:
-    """What two samples were made from, the noise at the start and of the three noisy steps: [8, voxels]."""
+    """Return the noise of two samples, initial and of the three noisy steps: [8, voxels]."""
     shape, config = (1, 16, 16, 16), DiffusionConfig(noise="cosine", sampler="ddpm", sampler_steps=4, prediction="x_0")
     schedule = Schedule.from_config(config)
     states = [sample_noise(0, [0, 1], shape, purpose=purpose)]

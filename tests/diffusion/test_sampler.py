@@ -56,7 +56,7 @@ falling = pairs.map(lambda pair: (_at(max(pair)), _at(min(pair))))
 
 
 def _size(x: Tensor) -> float:
-    """What a deviation is measured against: 1, or the largest value where the nonsense denoiser makes huge ones."""
+    """Return the scale of a deviation: 1, or the largest value if the nonsense denoiser returns huge ones."""
     return max(1.0, x.abs().max().item())
 
 

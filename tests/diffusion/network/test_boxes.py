@@ -1,4 +1,4 @@
-"""Space-to-depth, and the weights that lie beside it."""
+"""Space-to-depth, and the weights next to it."""
 
 import pytest
 import torch

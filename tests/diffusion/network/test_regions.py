@@ -88,7 +88,7 @@ def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(execu
     calls: list[Any] = []
 
     def noted(*arguments: Any) -> Tensor:
-        """What makes one call different from another."""
+        """Return the key that distinguishes calls."""
         modules = [a for a in arguments if isinstance(a, nn.Module)]
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         tensors += [parameter for module in modules for parameter in module.parameters()]

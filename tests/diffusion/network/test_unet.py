@@ -154,7 +154,7 @@ def test_execution_options_do_not_change_results(config: ModelConfig, execution:
 
 
 class _Layouts(TorchDispatchMode):
-    """Which tensors of new memory do not lie channels last, by the operation that made them.
+    """Count the newly allocated tensors that are not channels last, by operation.
 
     Views move nothing.  Of one channel, or one voxel, both orders are the same.
     """

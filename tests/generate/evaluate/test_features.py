@@ -1,4 +1,4 @@
-"""Fixed features tell what a small CNN may miss, and a solved classifier tells no more than what differs."""
+"""Fixed features detect what a small CNN may miss; the closed-form classifier finds no difference in equal sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of an evaluation: what is alike comes out at the floor, and each defect moves the metric that is for it."""
+"""Equal sets are at the floor, and each defect moves its metric."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SOUGHT: dict[bytes, NDArray[np.float64]] = {}
 
 
 def judged(generated: Voxels, steps: int = 2) -> Comparison:
-    held_out, training, beside = patches(UNSEEN, COUNT, 2), patches(TRAINED, COUNT, 3), patches(TRAINED, COUNT, 4)
-    drawn, unseen, others, taught = (patch_set(values) for values in (generated, held_out, beside, training))
+    held_out, training, second = patches(UNSEEN, COUNT, 2), patches(TRAINED, COUNT, 3), patches(TRAINED, COUNT, 4)
+    drawn, unseen, others, taught = (patch_set(values) for values in (generated, held_out, second, training))
     real = RealPatches(unseen, others, (taught, others), [TRAINED], TRAINED.size)
 
     def once(regions: list[Voxels], sought: Voxels, augment: AugmentConfig) -> NDArray[np.float64]:
@@ -154,11 +154,11 @@ def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None
         real, drawn = (scroll(1000 + 2 * seed + k, (24, 64, 96), air=False) for k in (0, 1))
         every = overlapping(real, 160, rng)
         side = disjoint_sides(every.locations, PATCH, len(every))
-        training, beside = (every.rows(np.flatnonzero(side == k)[:40]) for k in (0, 1))
+        training, second = (every.rows(np.flatnonzero(side == k)[:40]) for k in (0, 1))
         other = overlapping(drawn, 40, rng)
         other = replace(other, locations=other.locations - (1, 0, 0, 0))
-        shown = [each.values for each in (beside, training, other)]
-        found.append(classifier_auc(beside, training, other, shown, knows_by_heart))
+        shown = [each.values for each in (second, training, other)]
+        found.append(classifier_auc(second, training, other, shown, knows_by_heart))
     found = [each for each in found if math.isfinite(each.distance)]
     values = np.array([each.distance for each in found])
     assert len(found) > 12

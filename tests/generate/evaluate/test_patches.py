@@ -63,7 +63,7 @@ def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
 
 
 def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
-    """Patches as the plan of training has them, in grey values, as `vesuvius sample` stores what a network draws.
+    """Augmented training patches in grey values, as `vesuvius sample` stores generated ones.
 
     Far apart in its order: neighbours are cut from the same regions.
     """

@@ -62,7 +62,7 @@ def field_levels(correlation: Correlation, patch_zyx: Triple, steps: int) -> tup
 
 
 def tiled(tiling: Tiling, estimate: Estimate, tiles: Sequence[int] | None = None) -> Estimate:
-    """What a volume's passes do, in memory: the weighted mean of the estimates of all tiles, or some, in order."""
+    """Return the estimate of a volume's passes, in memory: the weighted mean of all tiles, or some, in order."""
 
     def estimated(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         x_0 = torch.zeros_like(x)
@@ -76,7 +76,7 @@ def tiled(tiling: Tiling, estimate: Estimate, tiles: Sequence[int] | None = None
 
 
 def active_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
-    """The voxels of live blocks, and the tiles over them.
+    """Return the voxels of active blocks, and the tiles over them.
 
     Args:
         gap: bool, of the shape of the volume.
@@ -92,10 +92,10 @@ def active_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
 def filled(
     passes: Sequence[Pass], estimate: Estimate, noise: Tensor, known: Tensor, live: Tensor | None = None
 ) -> Tensor:
-    """The gaps of `known`, NaN there, filled in memory; any leading axes.
+    """Fill the gaps of `known`, marked by NaN, in memory; any leading axes.
 
     Args:
-        live: the voxels of live blocks; None = all.
+        live: the voxels of active blocks; None = all.
     """
     level = passes[0].level
     gap, before = known.isnan(), None
@@ -116,7 +116,7 @@ def runner_of(job: VolumeJob, folder: Path, estimate: Estimate) -> TaskRunner:
 def drawn(
     job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, progress: ProgressReporter | None = None
 ) -> np.ndarray:
-    """The last state of a volume that is begun, or continued, in `folder`; by actors of Ray if `workers` is above 1."""
+    """Return the last state of a volume started or resumed in `folder`, in Ray actors if `workers` is above 1."""
     folder.mkdir(parents=True, exist_ok=True)
     progress, whole = progress or ProgressReporter(), ((0, 0, 0), job.tiling.shape_zyx)
     live: Blocks = range(job.tiling.blocks)

@@ -1,4 +1,4 @@
-"""A Gaussian field drawn with the exact denoiser of tiles, against the field itself.
+"""A Gaussian field generated with the exact denoiser of tiles, compared with the field itself.
 
 Every sampler step is linear in the noise, so the covariance of what is drawn follows from the responses to unit
 noise, without chance.  The tables of docs/sampling.md are from the functions here.
@@ -38,7 +38,7 @@ Places = list[list[int]]
 
 
 def responses(tiling: Tiling, steps: int = STEPS, method: SamplerMethod = "dpmpp2m") -> Tensor:
-    """What tiles that are blended in each step make of unit noise at each voxel: [voxels, 1, Z, Y, X]."""
+    """Return the response of sampling with blended tiles to unit noise at each voxel: [voxels, 1, Z, Y, X]."""
     unit = torch.eye(int(np.prod(tiling.shape_zyx)), dtype=torch.float64).view(-1, 1, *tiling.shape_zyx)
     estimate = exact_estimate(FIELD, tiling.patch_zyx)
     return sample(tiled(tiling, estimate), field_levels(FIELD, tiling.patch_zyx, steps), unit, method)
@@ -94,7 +94,7 @@ LOW, HIGH = 9, 15  # of the gap, along y and x
 
 
 def border_ratio(difference: Callable[[Places, Places], Tensor]) -> float:
-    """Mean squared difference across the border of the gap over that inside it.
+    """Return the mean squared difference across the border of the gap, relative to that inside it.
 
     Args:
         difference: of voxels at places (y, x) from those at other ones.
@@ -112,7 +112,7 @@ def border_ratio(difference: Callable[[Places, Places], Tensor]) -> float:
 
 
 def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> float:
-    """The border of a filled gap, as the command fills it in a volume with blocks that are too far from it.
+    """Return the border ratio of a gap filled as by the command, in a volume with blocks too far from it.
 
     All is linear in the noise and the known voxels, so the mean squared differences follow from the responses to each.
     Those of the field itself have the ratio 1.

@@ -1,4 +1,4 @@
-"""Volumes that a drawing is given must lie at one place, and labels where the training showed them."""
+"""Input volumes must be aligned with each other, and labels as in training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A volume on disk equals one in memory, and has the same bits whoever draws it, in which order, and however often that
-was killed."""
+"""A volume on disk equals one in memory, with the same bits for any workers, order of tasks and number of kills."""
 
 from __future__ import annotations
 
