@@ -58,14 +58,8 @@ def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Te
     The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
     so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
     sigma^2; the signal gets the share alpha^2 P / D and the noise sigma^2 / D.  v is alpha sigma (1 - P) / D times x_t,
-    with an error of variance P / D.  Pure.
-
-    Args:
-        x_t: standardised, float32 [B, 1, Z, Y, X].
-        alpha, sigma: [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.
-
-    Returns:
-        Tensors [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
+    with an error of variance P / D.  Pure.  x_t is standardised, float32 [B, 1, Z, Y, X]; alpha and sigma are
+    [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.  Returns [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
     power, mode_weight = schedule.power, schedule.mode_weight
     assert power is not None
@@ -188,11 +182,8 @@ def generate(
 
     The initial noise of a sample follows from (seed, purpose, index), that of step k from (seed, purpose, index, k).  A
     sample therefore does not depend on the rest of its batch, unless `denoise` rounds differently for another batch
-    size.  Uses no global generator.
-
-    Args:
-        condition: one entry per sample, on `device`.
-        on_step: on_step(k, x) is called after each sampling step, with the standardised state.
+    size.  Uses no global generator.  `condition` has one entry per sample, on `device`; on_step(k, x) is called after
+    each sampling step, with the standardised state.
 
     Returns:
         Samples in model values, float32 [len(sample_indices), C, Z, Y, X], and the number of network calls.

@@ -68,5 +68,5 @@ def test_weights_are_largest_in_the_middle_of_a_tile_and_smallest_at_its_faces()
 def test_a_volume_that_tiles_cannot_cover_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"A volume of 4x8x8 is smaller than a training patch \(8x8x8\)"):
         Tiling((4, 8, 8), (8, 8, 8), 0.5).check()
-    with pytest.raises(ConfigError, match=r"--overlap 0\.9, .* is not between 0 and 0\.75"):
+    with pytest.raises(ConfigError, match=r"--overlap 0\.9 is not between 0 and 0\.75"):
         Tiling((8, 8, 8), (8, 8, 8), 0.9).check()

@@ -68,10 +68,7 @@ def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tu
 
 
 def _squared_distances(one: Floats, other: Floats) -> Floats:
-    """Return the squared distance of each row of `one` to each row of `other`: [len(one), len(other)].
-
-    As |a|^2 + |b|^2 - 2 ab: the differences [len(one), len(other), F] would take gigabytes for 4,000 patches.
-    """
+    """Return the squared distances of all rows; an array of all differences would take gigabytes for 4,000 patches."""
     squares = np.square(one).sum(1)[:, None] + np.square(other).sum(1)
     distances: Floats = (squares - 2 * one @ other.T).clip(min=0)
     return distances

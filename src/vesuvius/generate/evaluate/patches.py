@@ -60,10 +60,7 @@ class PatchSet:
         return self.locations is not None and bool((self.locations[:, 0] >= 0).all())
 
     def groups(self, edge: int = 1) -> NDArray[np.int64]:
-        """Return the cell of `edge` patches along each axis in which each patch lies: [N].
-
-        Patches of one cell may share voxels and count as one in tests.
-        """
+        """Return the cell of `edge` patches per axis of each patch, [N]; patches of one cell count as one in tests."""
         if self.locations is None:
             return np.arange(len(self))
         found = self.locations // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)

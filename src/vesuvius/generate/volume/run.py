@@ -106,10 +106,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
             volume.write_labels(progress)
             with (
                 open_partial(out, volume.record, plan, dtype, 0, RECORD_KIND) as target,
-                storage_errors(
-                    str(target.path),
-                    "finished tiles are kept: free some space and run the same command again",
-                ),
+                storage_errors(str(target.path), "free some space and run the same command again to resume"),
             ):
                 folder.mkdir(exist_ok=True)
                 delete_unflushed_tiles(folder)
@@ -200,11 +197,7 @@ class _Volume:
         }
 
     def active_blocks(self, progress: ProgressReporter, note: Path = Path()) -> Blocks:
-        """Return the blocks near gaps (`tasks.active_blocks`), or all blocks without --inpaint.
-
-        Args:
-            note: file with the result of an earlier start.
-        """
+        """Return the blocks near gaps, or all without --inpaint; `note` caches the result of an earlier start."""
         if not self.job.inpaint:
             return range(self.job.tiling.blocks)
         if note.is_file():
@@ -265,11 +258,9 @@ class _Volume:
         replace(target, record=self.record | {"config": config}).publish(about)
 
     def write(self, target: PartialCopy, x: BlockArray, used: Blocks, progress: ProgressReporter) -> None:
-        """Write the missing levels, with known voxels as stored, and rename the volume into place.
+        """Write the missing levels of the last state `x`, with known voxels as stored, and rename into place.
 
-        Args:
-            x: the last state.
-            used: the blocks that it has; the voxels of the others are known.
+        The state has the `used` blocks; the voxels of the others are known.
         """
         total = self.plan.chunk_count
         left = sum(len(target.missing(level)) for level in range(self.plan.levels))
@@ -345,17 +336,13 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
             "--guidance 0 to generate without"
         )
     if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
-        raise ConfigError(
-            "--guidance 0 ignores the labels, so no pairs can be written; remove it, or let --out end in .zarr"
-        )
+        raise ConfigError("--guidance 0 ignores labels, so no pairs are written; remove it, or let --out end in .zarr")
     factors = info.data.volumes[request.volume_index].condition_factors
     with Inputs(inputs, config.data, request.shape_zyx, factors) as opened:
         if request.shape_zyx is not None and opened.shape_zyx not in (None, request.shape_zyx):
             assert opened.shape_zyx is not None
-            raise ConfigError(
-                f"--shape {format_sizes(request.shape_zyx)} differs from --box ({format_sizes(opened.shape_zyx)}); "
-                "remove --shape, or change --box"
-            )
+            sizes = f"{format_sizes(request.shape_zyx)} differs from --box ({format_sizes(opened.shape_zyx)})"
+            raise ConfigError(f"--shape {sizes}; remove --shape, or change --box")
         volume = _Volume(replace(request, checkpoint=info.checkpoint), info, opened)
         volume.job.tiling.check()
         yield volume
