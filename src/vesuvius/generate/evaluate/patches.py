@@ -150,14 +150,14 @@ class RealSource:
         return foreground is None or foreground.qualifies(start_zyx)
 
     def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
-        """Model values of grey values as generated patches have them."""
+        """Convert grey values of generated patches to model values."""
         values: NDArray[np.float32] = normalised(
             torch.from_numpy(stored), intensity_scales([self.stored_as[0]])
         ).numpy()
         return values
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
-        """Some of these patches, or all, as a perfect model would have drawn them."""
+        """Return these patches, or some of them, as a perfect model would generate them."""
         rows = list(range(len(found.volumes)) if rows is None else rows)
         locations = _locations(found)[rows]
         shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
