@@ -89,7 +89,7 @@ def test_patches_of_a_generated_volume_are_evaluated(tmp_path: Path, capsys: pyt
     assert found["facts"]["generated"] == f"16 from {tmp_path / 'big.zarr'}"
     assert sample.main([*volume[:5], "8:16,0:16,0:64", *volume[6:], "--out", str(tmp_path / "small.zarr")]) == 0
     assert evaluates("shown", "--generated", tmp_path / "small.zarr", "--out", tmp_path / "none") == 2
-    assert "it holds 4 patches side by side" in capsys.readouterr().err
+    assert "4 disjoint patches fit into it" in capsys.readouterr().err
 
 
 def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path) -> None:

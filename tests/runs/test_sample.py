@@ -530,5 +530,5 @@ def test_a_conditional_model_uses_the_held_out_condition_and_both_are_written(
     moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
     assert ends("--out", tmp_path / "out", checkpoint="shown") == 6
     moved.rename(conditional / "labels.zarr")
-    assert "labels.zarr, which does not exist" in capsys.readouterr().err
+    assert "labels.zarr: it does not exist" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
