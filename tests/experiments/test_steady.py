@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, sustained_s
+from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, reader_limited_s
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_a_measurement_is_whole_cycles_near_the_time(samples: int, elapsed_s: fl
 
 def test_samples_read_ahead_count_with_the_time_of_their_readers() -> None:
     """Two readers of 0.1 s a sample deliver 20 a second."""
-    assert sustained_s(100, 5.0, 0.1, 2) == 5.0
-    assert sustained_s(100, 4.8, 0.1, 2) == 4.8, "within what is tolerated"
-    assert sustained_s(100, 1.0, 0.1, 2) == pytest.approx(5.0)
-    assert sustained_s(100, 1.0, 0.1, 0) == 1.0, "the trainer reads"
-    assert sustained_s(100, 1.0, None, 2) == 1.0
+    assert reader_limited_s(100, 5.0, 0.1, 2) == 5.0
+    assert reader_limited_s(100, 4.8, 0.1, 2) == 4.8, "within what is tolerated"
+    assert reader_limited_s(100, 1.0, 0.1, 2) == pytest.approx(5.0)
+    assert reader_limited_s(100, 1.0, 0.1, 0) == 1.0, "the trainer reads"
+    assert reader_limited_s(100, 1.0, None, 2) == 1.0
 
 
 def length_of(cycles_s: list[float]) -> int:

@@ -66,7 +66,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
     arguments = ("--budget", "30m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
-    assert "type next: vesuvius train --config" in capsys.readouterr().out
+    assert "Next: vesuvius train --config" in capsys.readouterr().out
     found, text = report(), Path("tiny.tuned.yaml").read_text()
     assert found["recommendation"]["certainty"] == "sure"
     assert found["recommendation"]["best"]["train_batch_size"] > 1
@@ -107,7 +107,7 @@ def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
 ) -> None:
     assert vesuvius_tune(tiny_config(training=LONG | {"workers": 1}), "--dry-run") == EXIT_OK
     text = capsys.readouterr().out
-    assert re.search(r"^the config as it is: [\d.]+ GiB of RAM$", text, re.MULTILINE)
+    assert re.search(r"^the unchanged config: [\d.]+ GiB of RAM$", text, re.MULTILINE)
     assert re.search(
         r"^training.train_batch_size=4 training.accumulate_steps=1: [\d.]+ GiB of RAM$", text, re.MULTILINE
     )
@@ -130,7 +130,7 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
         orphans = psutil.Process(session.process.pid).children(recursive=True)
         session.process.kill()
         session.process.wait()
-    assert capsys.readouterr().err.count("only one tune per run may be active") == 1
+    assert capsys.readouterr().err.count("Another tune, or the trainer of a killed one, is active") == 1
     assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
 
 
@@ -157,8 +157,8 @@ def test_without_measurements_nothing_is_recommended(
     Path("tiny.tuned.yaml").write_text(f"# {MARK} from tiny.yaml\nextends: tiny.yaml\ntraining:\n  workers: 7\n")
     config = tiny_config(monitor={"ram_limit_gib": 0.05})
     assert vesuvius_tune(config, "--budget", "2m") == EXIT_ERROR
-    assert "no recommendation: the config does not fit this machine" in capsys.readouterr().err
-    check_nothing_stale(config, "no recommendation: ", "none")
+    assert "No recommendation: the config does not fit this machine" in capsys.readouterr().err
+    check_nothing_stale(config, "No recommendation: ", "none")
 
 
 def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
@@ -188,7 +188,7 @@ def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlie
 
     monkeypatch.setattr(session, "TrialRunner", Interrupted)
     assert vesuvius_tune(config, *keep) == EXIT_INTERRUPTED
-    check_nothing_stale(config, "no gain found yet: the tune was interrupted while it measured", "unchanged")
+    check_nothing_stale(config, "No gain found yet: the tune was interrupted while it measured", "unchanged")
     assert report()["blocks"], "what was measured is told"
 
 

@@ -1,8 +1,8 @@
-"""`vesuvius bench`, `tune` and `profile`: a cell is a setting; measure cells; compare cells.
+"""`vesuvius bench`, `tune` and `profile`: measure settings of a config, and compare them.
 
-In: a config.  Out: a page, and the command to type next.  trainer.py measures one cell in a process that is
-thrown away, steady.py says when a run is warm and measured for long enough, folder.py lets one session in at a time,
-paired.py compares.  bench/ has fixed cells, tune/ asks for the next cell, profile.py looks into one."""
+In: a config.  Out: a page, and the command to type next.  A cell is a setting to measure.  trainer.py measures one cell
+in a process of its own, steady.py detects the steady state, folder.py locks out other sessions, paired.py compares.
+bench/ has fixed cells, tune/ chooses the next cell, profile.py analyzes the steps of one."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""One session at a time in the folder of a tune or a bench, the signals that end it, and its figures as JSON."""
+"""The folder of a tune or a bench: its lock, the signals that end a session, and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vesuvius.training.stop import restore_handlers, stop_signals
 
 log = logging.getLogger(__name__)
 
-_OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # of the network, or of a process that cannot start
+_OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors, or a process that cannot start
 
 
 @contextmanager
 def locked(directory: Path, what: str) -> Iterator[int]:
-    """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor.
+    """Lock the directory against other sessions and the trainers of killed ones; yields the lock's file descriptor.
 
     Raises:
         ConfigError: another one is active.
@@ -38,8 +38,7 @@ def locked(directory: Path, what: str) -> Iterator[int]:
         try:
             if not take_lock(descriptor, directory / ".lock"):
                 raise ConfigError(
-                    f"only one {what} per run may be active; got {directory}, where another {what}, or the trainer of "
-                    "one that was killed, is active; wait for it or stop it"
+                    f"Another {what}, or the trainer of a killed one, is active in {directory}; wait for it or stop it"
                 )
             yield descriptor
         finally:
@@ -65,5 +64,5 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write all figures of an experiment as JSON, whole or not at all, without secrets.  Raises OSError."""
+    """Write all figures of an experiment as JSON, atomically and without secrets.  Raises OSError."""
     write_atomically(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())

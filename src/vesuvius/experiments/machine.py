@@ -1,4 +1,4 @@
-"""The machine that trials run on, the memory that it has left for them, and what a trial is planned to take."""
+"""The machine of the trials, its free memory, and the planned memory of a trial."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def vram_left() -> int:
 
 
 def with_micro_batch(config: Config) -> Config:
-    """Return a config with a number in the place of `training.train_batch_size: auto`, which a run would take now."""
+    """Return the config with the number that a run would choose now for `training.train_batch_size: auto`."""
     available_bytes = None
     if choose_device().type == "cuda" and config.training.train_batch_size == "auto":
         total_bytes, used_bytes = _vram()
@@ -68,7 +68,7 @@ def with_micro_batch(config: Config) -> Config:
 
 
 def _vram() -> tuple[int, int]:
-    """The GPU's memory and what is used of it, without beginning to use it."""
+    """Total and used bytes of the GPU, without creating a CUDA context."""
     gpu = torch.cuda.get_device_properties(choose_device())
     with Gpus(within_s=10.0) as gpus:
         used_bytes = sum(use.used_bytes for use in gpus.sample() if str(getattr(gpu, "uuid", None)) in use.uuid)
@@ -76,9 +76,6 @@ def _vram() -> tuple[int, int]:
 
 
 def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
-    """Return the planned peak memory of host and GPU of a trial, which is shorter than the run of its config.
-
-    That of the GPU includes the reserve; it is None on a CPU.
-    """
+    """Return the planned peak bytes of host and GPU (None on a CPU, else with the reserve) of a short trial."""
     plan = plan_run(config.with_training(max_steps=_PLANNED_STEPS), data)
     return plan.ram_bytes, plan.step.vram_bytes if plan.step else None

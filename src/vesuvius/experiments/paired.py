@@ -1,9 +1,9 @@
-"""The statistic of settings that are measured in turn: the mean difference of their log rates.  Pure.
+"""Comparison of settings measured alternately: the mean difference of their log rates.  Pure.
 
-Settings alternate (A B, B A, A B, ..., or all cells once a round, every other round in reverse), so that a pair of
-neighbours gives one difference in which whatever drifts more slowly than a pair cancels.  Student's interval around the
-mean difference allows for chances to be wrong: a tune may stop at each of several looks, so each look has the level of
-Pocock's boundary (S. J. Pocock, Biometrika 64, 191, 1977); a bench divides its 5 % among the cells that it compares.
+Settings alternate (A B, B A, A B, ..., or all cells once a round, every other round in reverse), so drift that is slow
+compared with a pair cancels in the difference of two neighbours.  The interval is Student's around the mean difference,
+corrected for multiple tests: a tune may stop at each of several looks, so each look has the level of Pocock's boundary
+(S. J. Pocock, Biometrika 64, 191, 1977); a bench divides its 5 % among the cells that it compares (Bonferroni).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LOOKS = (3, 4, 5, 6, 8, 10, 12)
 
 MOST_PAIRS = max(LOOKS)
 WRONG = 0.05
-"""Share of tests that are wrong: of all looks of a tune, of all cells of a bench together."""
+"""Probability of a wrong result over all looks of a tune or all cells of a bench."""
 
-_POCOCK = 0.013  # level of each of seven looks that together are wrong in at most 5 %
+_POCOCK = 0.013  # level of each of seven looks whose overall error is at most 5 %
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Comparison:
     # low, high: 95 % confidence interval, over all looks or all cells together; None with too few pairs
     low: float | None
     high: float | None
-    pairs: int  # of measurements, behind it
+    pairs: int  # of measurements
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """Of the interval; empty without one."""
+        """Ends of the interval; empty without one."""
         return () if self.low is None or self.high is None else (self.low, self.high)
 
     @property
@@ -47,21 +47,21 @@ class Comparison:
         return f"{100 * self.gain:+.1f} % ({f'95 %: {ends} %, {pairs}' if ends else f'{pairs}, no interval'})"
 
     def is_above(self, gain: float) -> bool:
-        """Whether A is surely faster by more than this."""
+        """Whether A is significantly faster by more than `gain`."""
         return self.low is not None and self.low > gain
 
     def is_below(self, gain: float) -> bool:
-        """Whether A is surely not faster by this."""
+        """Whether A is significantly less than `gain` faster."""
         return self.high is not None and self.high < gain
 
     @property
     def differs(self) -> bool:
-        """Whether the interval excludes that both are as fast."""
+        """Whether the interval excludes equal speed."""
         return self.is_above(0.0) or self.is_below(0.0)
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
-    """Compare two settings at looks after 3, 4, 5, ... pairs; between two looks, those up to the earlier one count.
+    """Compare two settings with the pairs up to the last look (3, 4, 5, ... pairs).
 
     Args:
         pairs: samples/s of A and of B, at least one pair.
@@ -71,7 +71,7 @@ def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
 
 
 def compare_one_of(pairs: Sequence[tuple[float, float]], cells: int) -> Comparison:
-    """Compare a cell with the baseline, once, where `cells` cells are compared with it (Bonferroni's correction)."""
+    """Compare a cell with the baseline; `cells` = number of cells compared with it (Bonferroni's correction)."""
     return _compare(pairs, WRONG / max(cells, 1), least=2)
 
 

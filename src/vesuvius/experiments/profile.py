@@ -1,7 +1,7 @@
-"""`vesuvius profile`: trains some steps in a folder of its own below the run, and writes where their time went.
+"""`vesuvius profile`: trains some steps in a folder below the run, and reports where their time goes.
 
-An observer stands where `training.autotune` stands in a run, so that the loop, the clock and the records are those of
-training: it counts the steps, traces some more, then ends the run.  The page is that of a run, of these steps instead.
+An observer takes the place of `training.autotune`, so the loop, the clock and the records are those of training: it
+counts the steps, traces some more, then ends the run.  The page is that of a run, limited to these steps.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _NOTE = "Times of all counted steps; they add up to the step times.  Waits hidde
 MOST_WARM_STEPS = 40
 _WARM_S = 10.0  # after which a trainer is slower than its readers
 _TRACED_STEPS = 2
-MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS
-"""Steps that a profile makes besides those that count, at most."""
+MAX_UNCOUNTED_STEPS = MOST_WARM_STEPS + _TRACED_STEPS
+"""Maximum number of steps that are not counted."""
 
 _OPERATORS = 25
 OPERATORS = "operators.txt"
@@ -54,20 +54,20 @@ OPERATORS = "operators.txt"
 
 @dataclass
 class Observed:
-    """What the records of the run do not say; filled while it runs."""
+    """Facts that are not in the records of the run; filled while it runs."""
 
-    warm_steps: int = 0  # steps before those that count, as `Warmup` says
-    verdict: Verdict | None = None  # on the steps that count; None until all are made
+    warm_steps: int = 0  # steps before the counted ones
+    verdict: Verdict | None = None  # on the counted steps; None until all are made
     parameters: int = 0
     device: str = ""
     amp: str = ""
 
 
 class Observer:
-    """A script that is continued between two steps (`act`).
+    """Counts and traces steps; `apply` is called between two steps.
 
     Args:
-        steps: that count.
+        steps: number of counted steps.
         trace: file for a trace of some further steps; None = none.
     """
 
@@ -82,16 +82,16 @@ class Observer:
         self._script = self._run()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Keep the verdict on the steps that count, not on those before or after, nor of a run that is stopped."""
+        """Keep the verdict on the counted steps only."""
         if self._counting:
             self._observed.verdict = verdict
 
     def apply(self, *_: object) -> None:
-        """Do what comes before the next step."""
+        """Continue until the next step."""
         next(self._script, None)
 
     def _run(self) -> Iterator[None]:
-        """Yields where the loop is to make a step; called first after the first one."""
+        """Yield before each step; first called after the first step."""
         observed, run, loop = self._observed, self._loop.run, self._loop
         accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
         warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
@@ -113,7 +113,7 @@ class Observer:
         run.stop.request(EXIT_OK, "the profile has its steps")
 
     def _look_closer(self, path: Path) -> Iterator[None]:
-        """Trace some steps, which costs time: none of them counts."""
+        """Trace some steps; tracing costs time, so they are not counted."""
         on_gpu = self._loop.run.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
@@ -132,7 +132,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
 
     Args:
         source: the YAML file of the config.
-        trace: also trace some further steps, and look at each layer.
+        trace: also trace some further steps.
         command: as typed, for the page.
 
     Raises:
@@ -152,7 +152,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
         os.environ.pop("VESUVIUS_RUNS")
         if before is not None:
             os.environ["VESUVIUS_RUNS"] = before
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if observed.verdict is None:
         error = VesuviusError(f"the run ended before the profile had its steps: exit code {code}; see {folder}/logs")
         error.exit_code = code or error.exit_code
@@ -164,9 +164,9 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
 
 
 def profiled(config: Config, name: str, steps: int) -> Config:
-    """The config of the run that is profiled: that of the training, but for what is not a step.  Pure."""
+    """The config of the profiled run: that of the training without validation and autotune.  Pure."""
     training: dict[str, Any] = {"validate_every": 0}
-    least = 2 * (steps + MOST_STEPS_BESIDE)  # readers go on beyond the steps that count, as in a long run
+    least = 2 * (steps + MAX_UNCOUNTED_STEPS)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:
         training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
     return trial_config(config, name, training, {"verdict_every": NEVER})
@@ -184,10 +184,10 @@ def build_profile(
 
     Args:
         records: of the run that was made for it.
-        observed: what the records do not say.
-        asked: steps that count.
-        ranks: of the run that is asked about, one of which was profiled.
-        next_command: what to type next.
+        observed: facts that are not in the records.
+        asked: number of counted steps.
+        ranks: of the training, one of which was profiled.
+        next_command: to type next.
     """
     assert observed.verdict is not None, "all steps were made"
     verdict, after, last = observed.verdict, observed.warm_steps, observed.warm_steps + asked

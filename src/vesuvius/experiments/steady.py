@@ -1,4 +1,4 @@
-"""When a run is warm, when it has been measured for long enough, and the figures of its steady state.  Pure."""
+"""Warm-up, length of a measurement, and figures of the steady state.  Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.reading.reader import ReaderJob
 
 KERNEL_STEPS = 3
-"""Steps of a process until kernels have been chosen and compiled."""
+"""Steps until kernels are chosen and compiled."""
 
 _LEAST_STEPS = 3
-_SETTLED = 0.05  # a block is long enough once the standard error of its rate is below this share,
-_LONGEST = 4.0  # or it has become so many times as long
-_FEW = 4  # cycles that say nothing of the error
+_SETTLED = 0.05  # a block is long enough once the relative standard error of its rate is below this,
+_LONGEST = 4.0  # or once it is this many times as long
+_FEW = 4  # fewer cycles do not show the error
 _OUTRUN_BY = 1.1  # tolerated ratio of a measured rate to what the readers can sustain
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """Steps that do not count."""
+    """Steps before a measurement."""
 
-    least_steps: int  # until kernels are chosen and the batches that were ready at the start are used up
-    full_steps: int  # until each region in flight was also read: up to there each needs another one
+    least_steps: int  # until kernels are chosen and the batches prefetched at the start are used up
+    full_steps: int  # until each region in flight has also been read once
 
     @classmethod
     def of(cls, job: ReaderJob, options: StreamOptions, accumulate: int, batch: int) -> Self:
@@ -38,39 +38,39 @@ class Warmup:
         return cls(least, max(least, -(-job.plan.regions_in_flight // batch)))
 
     def is_over(self, steps: int, elapsed_s: float, most_s: float) -> bool:
-        """Whether so many steps are enough; after `most_s` a trainer is slower than its readers and need not wait."""
+        """Whether the warm-up is over; after `most_s`, when readers outpace the trainer, `least_steps` suffice."""
         return steps >= self.full_steps or (steps >= self.least_steps and elapsed_s >= most_s)
 
 
-def sustained_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
-    """The seconds that samples took, or that the readers need for them where they were read ahead."""
+def reader_limited_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
+    """The seconds that the samples took, or that the readers need for them if they had been read ahead."""
     if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
         return samples * reader_s / workers
     return took_s
 
 
 def is_settled(durations: Sequence[float]) -> bool:
-    """Whether the mean of equal pieces of work is known well enough; few of them say nothing, and count as settled."""
+    """Whether the mean duration of equal pieces of work is known well enough; too few pieces count as settled."""
     if len(durations) < _FEW:
         return True
     return stdev(durations) / math.sqrt(len(durations)) <= _SETTLED * fmean(durations)
 
 
 class BlockLength:
-    """How long a measurement is: whole cycles that come nearest to `seconds`, and longer the more their time varies.
+    """Length of a measurement: full cycles that take about `seconds`, and more the more their time varies.
 
-    Data come in bursts, once in `cycle` samples: a part of a cycle may be all burst or all wait.
+    Data come in bursts, once per `cycle` samples: a part of a cycle may be all burst or all wait.
 
     Args:
-        batch: samples that come at once; one of them ends a cycle.
+        batch: samples that arrive at once.
     """
 
     def __init__(self, batch: int, cycle: int, seconds: float) -> None:
         self._batch, self._cycle, self._seconds, self._most_s = batch, cycle, seconds, _LONGEST * seconds
-        self._ends_s = [0.0]  # of the cycles
+        self._ends_s = [0.0]  # end of each cycle
 
     def is_over(self, samples: int, elapsed_s: float) -> bool:
-        """Whether so many samples in so many seconds are enough; called after each batch."""
+        """Whether the measurement is long enough; called after each batch."""
         if samples >= self._cycle * len(self._ends_s):
             self._ends_s.append(elapsed_s)
         cycles = round(self._seconds * samples / max(elapsed_s, 1e-9) / self._cycle)
@@ -85,15 +85,15 @@ class BlockLength:
 
 
 class SteadyState:
-    """Takes the records of a run's steps as they come, until enough of its steady state was seen.
+    """Collects step records until the steady state has been measured for long enough.
 
     Args:
-        warmup: steps that do not count.
-        seconds: of the steady state, at least.
-        batch: samples of a step.
+        warmup: steps that are not counted.
+        seconds: minimum duration of the steady state.
+        batch: samples per step.
         workers: readers of all ranks.
         task: samples that a reader delivers at once.
-        region: patches that one read gives.
+        region: patches per region.
     """
 
     def __init__(self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int) -> None:
@@ -104,7 +104,7 @@ class SteadyState:
         self._steady: list[Record] = []
 
     def add(self, step: Record) -> bool:
-        """Take one more; returns whether enough of them were seen."""
+        """Add a step; returns whether the measurement is complete."""
         later_s = math.fsum(_work_s(each) for each in self._warm[1:])
         if not self._warmup.is_over(len(self._warm), later_s, self._seconds):
             self._warm.append(step)
@@ -114,17 +114,17 @@ class SteadyState:
 
     @property
     def samples_s(self) -> float:
-        """That the run can keep up: what was read ahead counts with the time that the readers need for it."""
+        """Sustainable samples/s: samples read ahead count with the time that the readers need for them."""
         samples, took_s = self._samples_and_seconds()
-        return samples / sustained_s(samples, took_s, self._reader_s(), self._workers)
+        return samples / reader_limited_s(samples, took_s, self._reader_s(), self._workers)
 
     def start_s(self, launched_s: float) -> float:
-        """Seconds from the launch (a time since 1970) to the steady state, beyond what these steps take in it."""
+        """Seconds from the launch (a time since 1970) to the steady state, beyond the usual time of its steps."""
         elapsed_s: float = self._warm[-1]["time"] - launched_s
         return elapsed_s - len(self._warm) * self.figures()["step_s"]
 
     def figures(self) -> dict[str, float]:
-        """Medians of a step's parts, shares of the time, and peaks of the memory of all steps."""
+        """Median times, shares of the time, and peak memory of all steps."""
         _, took_s = self._samples_and_seconds()
         found = {
             "step_s": quantile([_work_s(step) for step in self._steady], 0.5),
@@ -144,7 +144,7 @@ class SteadyState:
         return len(self._steady) * self._batch, math.fsum(_work_s(step) for step in self._steady)
 
     def _reader_s(self) -> float | None:
-        """That one reader takes for a sample; None where nothing was read meanwhile."""
+        """Seconds that one reader takes per sample; None if nothing was read meanwhile."""
         before, now = self._warm[-1]["readers"], self._steady[-1]["readers"]
         read = (now["blocks"] - before["blocks"]) * self._region
         spent_s = sum((now[name] or 0.0) - (before[name] or 0.0) for name in ("decode_s", "read_s"))

@@ -1,4 +1,4 @@
-"""A process of `vesuvius train` that is measured: what it has written, how it has ended, and why."""
+"""A process of `vesuvius train` under measurement: its records, how it ended, and why."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
 
 
 class TrialInterrupted(VesuviusError):  # noqa: N818 - not an error
-    """The measurement in hand was given up together with the tune or the bench."""
+    """The tune or bench was interrupted during a measurement."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class Trainer:
-    """A running trainer and what it has written.  Ctrl-C at the terminal does not reach it: it has its own session.
+    """A running trainer and its records.  It has its own session, so Ctrl-C at the terminal does not reach it.
 
     Args:
-        directory: `NAME` in it is its run directory, with its config and its log beside it.
+        directory: gets the run directory NAME, its config NAME.yaml and its output NAME.log.
         lock_fd: descriptor that it keeps open; None = none.
-        takes_commands: whether `tell` reaches it, as that of a tune.
+        takes_commands: whether it reads commands from `tell`.
 
     Raises:
         OSError: the directory cannot be written.
@@ -71,29 +71,29 @@ class Trainer:
         self._guard_text = ""  # of the first event of its memory guard; '' = none
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most this long for its end; return whether it has ended."""
+        """Wait up to `seconds` for its end; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
 
     def tell(self, line: str) -> None:
-        """Give it a command; one that has ended does not hear it."""
+        """Send it a command; ignored if it has ended."""
         assert self._process.stdin is not None, "it takes commands"
         with suppress(OSError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
-        """Give `take` each new record until it returns true; else close it, and say how it ended and why, in a line.
+        """Pass each new record to `take` until it returns true; otherwise close it and return how it ended, and why.
 
-        Raises TrialInterrupted: `stopping` came true; it is closed.
+        Raises TrialInterrupted: `stopping` returned true; it is closed.
         """
         began = time.monotonic()
         try:
             while True:
                 if stopping():
-                    raise TrialInterrupted("interrupted while it measured")
-                has_ended = self.wait(_POLL_S)  # first: what it wrote before its end is read then
+                    raise TrialInterrupted("interrupted during a measurement")
+                has_ended = self.wait(_POLL_S)  # before reading, so that its last records are read too
                 if any(take(record) for record in self._new_records()):
                     return "ok", ""
                 elapsed_s = time.monotonic() - began
@@ -109,9 +109,9 @@ class Trainer:
         return ended, one_line(cause, 400)
 
     def close(self) -> None:
-        """Kill it and all that it started, until none is left: a killed one may just have started another.
+        """Kill it and its children until none is left: a killed process may just have started another.
 
-        Readers of a killed trainer would live for another minute, with all their memory.  Its checkpoint is of no use.
+        Readers of a killed trainer would live for another minute, with all their memory.  Its checkpoints are deleted.
         """
         give_up = time.monotonic() + _GONE_WITHIN_S
         while (pids := _living_in_session(self._process.pid)) and time.monotonic() < give_up:
@@ -126,7 +126,7 @@ class Trainer:
         shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
 
     def _new_records(self) -> list[Record]:
-        """What it has written since the last call.  Takes note of the guard."""
+        """The records written since the last call; remembers the first action of the memory guard."""
         records = self._tail.new()
         for record in records:
             # A checkpoint saved for the growth of others says nothing of the setting.
@@ -146,20 +146,20 @@ class Trainer:
         return "failed", f"{self._last_error()} (exit code {code})"
 
     def _death(self, code: int) -> str:
-        """What killed it, with evidence."""
+        """The cause of its death, with evidence."""
         with suppress(OSError):
             if death := record_run_death(self.run):
                 return "; ".join([headline(death), *death.evidence])
         return f"killed by signal {-code}" if code < 0 else "killed"
 
     def _last_error(self) -> str:
-        """Its last error line, else its last line: for a message only, as libraries warn on the way out."""
+        """Its last error line, else its last line."""
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()
-        return str((_ERROR_LINE.findall(said) or said.splitlines() or ["it printed nothing"])[-1]).strip()
+        return str((_ERROR_LINE.findall(said) or said.splitlines() or ["no output"])[-1]).strip()
 
 
 def _living_in_session(session: int) -> list[int]:
-    """The processes of a session without zombies, including other process groups, such as Ray's daemons."""
+    """The live processes of a session, including other process groups such as Ray's daemons."""
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
@@ -174,12 +174,11 @@ def next_number(directory: Path) -> int:
 
 
 def trainer_config(config: Config, number: int) -> Config:
-    """Return the config of a trainer: without an end, quiet, with dense samples of the memory.  Pure.
+    """Return the config of a trainer: endless, quiet, with frequent memory samples.  Pure.
 
-    Each trainer has a seed of its own and therefore reads other regions: otherwise a later one would find the data of
-    an earlier one in the page cache or in `data.store.cache_dir` and appear faster.  The first action of its guard ends
-    it, also where that would only make readers smaller in a run: a setting that has to be reduced is not recommended.
-    Its weights are worthless, and hardly move.
+    Each trainer has its own seed and therefore reads other regions: otherwise a later one would find the data of an
+    earlier one in the page cache or in `data.store.cache_dir` and appear faster.  Any action of its memory guard ends
+    it, because a setting that the guard has to reduce is not recommended.  Its weights hardly change.
 
     Raises:
         ValidationError: the config is invalid.

@@ -116,7 +116,7 @@ def test_a_stop_is_heard_while_the_volumes_do_not_open(
     outage = threading.Event()
     monkeypatch.setattr(session, "_prepared", lambda *_: outage.wait(_HANG_S))
     try:
-        with pytest.raises(TrialInterrupted, match="while it opened the volumes"):
+        with pytest.raises(TrialInterrupted, match="while the volumes were opened"):
             measure_cell(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
     finally:
         outage.set()

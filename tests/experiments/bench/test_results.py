@@ -52,7 +52,7 @@ def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
     for wrong in ("training.workers", "=1", "a=1,,2", "a=1,1", "a="):
         with pytest.raises(ConfigError):
             parse_axis(wrong)
-    with pytest.raises(ConfigError, match="one axis"):
+    with pytest.raises(ConfigError, match="more than one axis"):
         make_cells([("a", ("1",))], [("a", ("2",))])
 
 

@@ -102,7 +102,7 @@ def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Pa
     path.write_text(path.read_text().partition("\n")[2])
     check_tunable(path)
     (tmp_path / "x.tuned.tuned.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="no tune has written it"):
+    with pytest.raises(ConfigError, match="was not written by a tune"):
         check_tunable(path)
 
 
@@ -111,11 +111,11 @@ def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None
     path.write_text(tuned_text(TOP))
     check_tunable(source)
     path.write_text(TOP)
-    with pytest.raises(ConfigError, match="no tune has written it"):
+    with pytest.raises(ConfigError, match="was not written by a tune"):
         check_tunable(source)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match="no tune has written it"):
+    with pytest.raises(ConfigError, match="was not written by a tune"):
         check_tunable(source)
     assert [file.name for file in tmp_path.iterdir()] == ["x.tuned.yaml"]
 

@@ -1,4 +1,4 @@
-"""What a bench measures, cells that are each a few overrides of one config; what came of them, and its page.  Pure."""
+"""Cells of a bench (a few overrides of one config each), their results, and the page.  Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from vesuvius.runlog.units import format_gib, format_number, format_percent, for
 _BARS = "Median of the rounds; the mark spans minimum to maximum.  x: speed relative to the baseline."
 
 Axis = tuple[str, tuple[str, ...]]
-"""A config key and the values to measure it with, as they are typed."""
+"""A config key and its values to measure, as typed."""
 
 RANKS = "training.ranks"
 BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf, "poor"))
-"""Least efficiency of each band of scaling, the best first: every efficiency is in one of them."""
+"""Minimum efficiency of each band of scaling, the best first."""
 
 _NOTE = (
     "samples/s: median of the rounds, with minimum and maximum.  Speed: mean of the ratios within a round; all "
@@ -35,20 +35,20 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Something to measure."""
+    """A setting to measure."""
 
     label: str  # what distinguishes it from the other cells
-    overrides: tuple[str, ...] = ()  # beside those of the command line
+    overrides: tuple[str, ...] = ()  # in addition to those of the command line
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A cell in one round, and how that ended."""
+    """The measurement of a cell in one round."""
 
     cell: int = 0
     round: int = 0
     ended: Ended = "ok"
-    cause: str = ""  # one line; '' where it ended ok
+    cause: str = ""  # one line; '' if it ended ok
     run: str = ""  # name of its run directory below `cells/`; '' = none
     seconds: float = 0.0
     samples_s: float = 0.0  # in the steady state; 0 unless ok
@@ -59,11 +59,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """A cell, and what was measured of it."""
+    """The results of a cell over all rounds."""
 
     label: str
     overrides: tuple[str, ...]
-    cause: str  # why it failed; '' = it did not.  What was measured before that is kept.
+    cause: str  # why it failed; '' = it did not.  Earlier rounds are kept.
     rates: Mapping[int, float]  # samples/s of each round
     samples_s: float | None  # their median
     # over the baseline, from the rounds that have both; None of the baseline
@@ -88,23 +88,23 @@ def parse_axis(text: str) -> Axis:
     except yaml.YAMLError:
         values = ()
     if not (key and equals and values and all(values)) or len(set(values)) < len(values):
-        raise ConfigError(f"an axis must look like training.workers=0,1,2, with different values; got {text!r}")
+        raise ConfigError(f"{text!r} is not an axis with different values; write it like training.workers=0,1,2")
     return key, values
 
 
 def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
-    """The baseline, which has the first value of every axis, and then the others.
+    """The baseline, which has the first value of every axis, then the other cells.
 
-    Swept axes are crossed with each other.  A compared axis changes alone, beside the baseline, so that ten switches
-    cost ten cells and not a thousand.
+    Swept axes are crossed with each other.  A compared axis changes alone, so ten switches cost ten cells, not a
+    thousand.
 
     Raises:
-        ConfigError: a key is there twice.
+        ConfigError: a key has two axes.
     """
     axes = [*sweeps, *compares]
     keys = [key for key, _ in axes]
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"each key must be one axis; got {', '.join(keys)}; put all values of a key into one axis")
+        raise ConfigError(f"A key has more than one axis ({', '.join(keys)}); put all values of a key into one axis")
     base = {key: values[0] for key, values in axes}
     crossed = [dict(each) for each in itertools.product(*([(key, v) for v in values] for key, values in sweeps))]
     chosen = [base | each for each in crossed]
@@ -113,7 +113,7 @@ def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
 
 
 def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
-    """What differs from the baseline; of that itself, its only value."""
+    """The differences from the baseline; for the baseline itself, its only value."""
     shown = {key: value for key, value in chosen.items() if value != base[key]} or (chosen if len(base) == 1 else {})
     return " ".join(f"{key}={value}" for key, value in shown.items()) or "baseline"
 
@@ -159,7 +159,7 @@ def band(efficiency: float) -> str:
 
 
 def _ranks(cell: Cell) -> int | None:
-    """If nothing else differs."""
+    """Number of ranks of a cell that sets nothing else; None for other cells."""
     key, _, value = cell.overrides[0].partition("=") if len(cell.overrides) == 1 else ("", "", "")
     return int(value) if key == RANKS and value.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""A bench from its cells to its report: each cell is measured by a process of `vesuvius train`, once a round."""
+"""Runs a bench: each cell is measured once a round, by a process of `vesuvius train`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _prepared = cache(prepare_data)
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What is asked for."""
+    """The arguments of a bench."""
 
     source: Path  # the YAML file; with `environment` and `overrides` applied it is what cells change
     overrides: tuple[str, ...]
     cells: tuple[Cell, ...]
     rounds: int  # how often each cell is measured
-    seconds: float  # of the steady state, in each measurement
+    seconds: float  # of the steady state, per measurement
     limit_s: float  # the longest that a measurement may take
     command: str = "vesuvius bench"  # as typed
     # variables that set keys, which a cell's trainer must not find in its own environment
@@ -54,7 +54,7 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest) -> tuple[int, RunReport]:
-    """Measure all cells and write the report; after a signal, of what was measured until then.
+    """Measure all cells and write the report; after a signal, with the measurements until then.
 
     Returns:
         The exit code and the report: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
@@ -114,7 +114,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
 def measure_rounds(
     done: list[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
-    """Measure every cell once a round, each round in the reverse order of the one before, and add to what is `done`.
+    """Measure every cell once a round, every other round in reverse order, and append to `done`.
 
     A cell that failed is left out of the later rounds.
 
@@ -139,7 +139,7 @@ def measure_cell(
     lock_fd: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Measure a cell once, in a process of its own.
+    """Measure a cell once, in its own process.
 
     Args:
         directory: of the run directories of all measurements.
@@ -161,7 +161,7 @@ def measure_cell(
         # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
         run = run.with_training(max_hours=limit_s / 3600)
     except StoppedError:
-        raise TrialInterrupted("interrupted while it opened the volumes") from None
+        raise TrialInterrupted("interrupted while the volumes were opened") from None
     except (VesuviusError, ValidationError) as error:
         return Measurement(ended="failed", cause=one_line(error, 400))
     training, plan = config.training, data.plan
@@ -184,13 +184,13 @@ def measure_cell(
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
-    """Why a config does not fit into memory, as planned; '' = it does."""
+    """Why a config is predicted not to fit into memory; '' = it fits."""
     ram_bytes, vram_bytes = planned_bytes(config, data)
     ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
     if ram_bytes > left_bytes:
-        return f"it needs about {format_size(ram_bytes)} of RAM, and {format_size(left_bytes)} are left"
+        return f"it needs about {format_size(ram_bytes)} of RAM, {format_size(left_bytes)} are free"
     if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
-        return f"it needs about {format_size(vram_bytes)} of VRAM, and {format_size(vram_left_bytes)} are left"
+        return f"it needs about {format_size(vram_bytes)} of VRAM, {format_size(vram_left_bytes)} are free"
     return ""
 
 

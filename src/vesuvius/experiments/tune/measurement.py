@@ -1,4 +1,4 @@
-"""What a tune turns (`Setting`), may try (`SearchSpace`) and measures (`Block`).  Plain data."""
+"""The data of a tune: settings (`Setting`), their limits (`SearchSpace`) and measurements (`Block`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Knob = Literal[
 ]
 
 READER_KNOBS = ("workers", "prefetch_factor", "requests")
-"""The knobs that change in a living trainer."""
+"""The knobs that can change in a running trainer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def key_of(knob: Knob) -> str:
 
 
 def trainer_knobs(setting: Setting) -> tuple[object, ...]:
-    """The values that the time of a step depends on, and that only a new process can change."""
+    """The values that affect the step time, and that only a new process can change."""
     return tuple(value for knob, value in vars(setting).items() if knob not in READER_KNOBS)
 
 
@@ -90,7 +90,7 @@ def in_words(setting: Setting, before: Setting) -> str:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
+    """Limits of the knobs and of the machine; with the blocks, the entire input of the policy."""
 
     source: Setting  # the setting of the config
     budget_s: float  # seconds for all blocks together
@@ -98,11 +98,11 @@ class SearchSpace:
     # most_workers, most_prefetch, most_requests, most_batch (of the micro-batch): caps
     most_workers: int
     most_prefetch: int
-    most_requests: int  # as the source has them where no volume is on a remote store
+    most_requests: int  # the source's number if no volume is on a remote store
     most_batch: int
-    ram_limit_bytes: int  # no block starts with a predicted memory above this, the first threshold of the guard
+    ram_limit_bytes: int  # first threshold of the memory guard; blocks predicted above it are not started
     vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
-    kept: tuple[Knob, ...] = ()  # knobs that keep the value of the source
+    kept: tuple[Knob, ...] = ()  # knobs that keep the source's value
     others: str = ""  # what other programs use of the machine, in words
 
     @property
@@ -111,16 +111,16 @@ class SearchSpace:
         return self.vram_limit_bytes is not None
 
     def compiles(self, setting: Setting) -> bool:
-        """Whether the first step compiles: `auto` does on a GPU."""
+        """Whether the first step compiles; `auto` compiles on a GPU."""
         return setting.compile is True or (setting.compile == "auto" and self.on_gpu)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a setting is planned to take, before anything runs."""
+    """The planned memory of a setting."""
 
     ram_bytes: int  # peak host memory of a short run
-    later_bytes: int  # that a long run takes more: readers of two Ray executions exist during a handover
+    later_bytes: int  # additional memory of a long run: readers of two Ray executions exist during a handover
     vram_bytes: int | None  # peak GPU memory, with the reserve; None on a CPU
 
 
@@ -128,32 +128,31 @@ Planner = Callable[[Setting], Planned]
 """Predicts the memory of a setting.  Pure."""
 
 BlockKind = Literal["run", "readers", "step"]
-"""What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the
-readers can deliver; `step` = optimizer steps on one batch while the readers are idle: what the trainer can compute."""
+"""What a block measures: `run` = the training loop; `readers` = batches taken as soon as they arrive, without a step;
+`step` = optimizer steps on one batch while the readers are idle."""
 
-DEADLY: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
-"""Ends that mean a lack of memory: such a setting is never recommended."""
+OOM_OUTCOMES: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
+"""Outcomes caused by a lack of memory: such a setting is never recommended."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A setting, what was measured, and how that ended."""
+    """A measurement of a setting, and how it ended."""
 
     setting: Setting
     kind: BlockKind
     ended: Ended
-    cause: str  # one line; '' where it ended ok
-    seconds: float  # all of it: restart, reconfiguration, warm-up and measuring
+    cause: str  # one line; '' if it ended ok
+    seconds: float  # in total: restart, reconfiguration, warm-up and measurement
     samples: int = 0  # measured; 0 unless ok
-    measured_s: float = 0.0  # seconds that these took, or would have taken where they had been read ahead
-    data_share: float | None = None  # share of the step time spent waiting for data; of a `run` alone
-    # seconds that one reader takes for a sample, with its waits for the store; None = nothing was read
+    measured_s: float = 0.0  # seconds that these took, or that readers need for them if they had been read ahead
+    data_share: float | None = None  # share of the step time spent waiting for data; for `run` only
+    # seconds that one reader takes per sample, including waits for the store; None = nothing was read
     reader_s: float | None = None
     decode_s: float | None = None  # the decoding part of `reader_s`
-    # peak of trainer, readers and object store since the setting was in force; where it did not end ok, the last that
-    # was seen.  None = not known.
+    # peak of trainer, readers and object store with this setting; None = not known
     ram_bytes: int | None = None
-    vram_bytes: int | None = None  # peak GPU memory of the trainer, with CUDA's own; None on a CPU
+    vram_bytes: int | None = None  # peak GPU memory of the trainer, including the CUDA context; None on a CPU
     text: str = ""  # the verdict of a `run` in words
 
     @property

@@ -1,9 +1,9 @@
 """The policy of a tune: what to measure next, and what to recommend.  Pure.
 
-Readers (capacity R) and steps (rate T) are measured apart, so that neither hides the other.  What limits the run comes
-first: readers and requests are raised until R exceeds T, and only then are steps made faster by larger micro-batches
-and switches.  What was found is confirmed by whole runs in turn with the baseline.  Each stage is a generator that
-yields a `Cell` and is sent its `Block`: the same blocks give the same questions and the same answer.
+Readers (capacity R) and steps (rate T) are measured separately, so that neither hides the other.  The bottleneck comes
+first: readers and requests are raised until R exceeds T, then steps are made faster by larger micro-batches and
+switches.  The result is confirmed by full runs that alternate with the baseline.  Each stage is a generator that yields
+a `Cell` and is sent its `Block`: the same blocks give the same decisions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
 from vesuvius.experiments.tune.measurement import (
-    DEADLY,
+    OOM_OUTCOMES,
     BlockKind,
     Knob,
     Setting,
@@ -26,12 +26,12 @@ from vesuvius.runlog.units import format_count
 
 Certainty = Literal["sure", "likely", "unchanged", "none"]
 
-_ENOUGH = 1.25  # readers must be able to deliver this multiple of the trainer's rate: volumes and load vary
-_KNEE = 0.08  # more readers that raise R by less, or by less than half in proportion, are not worth it
-_NEAR = 0.25  # a gain this near to the knee is measured in turn
-_MOST_DEATHS = 3  # after which readers are raised no more
+_ENOUGH = 1.25  # readers have to deliver this multiple of the trainer's rate, since volumes and load vary
+_KNEE = 0.08  # minimum gain in R of more readers, if their number rises by at least twice this
+_NEAR = 0.25  # a gain this close to the minimum is measured in pairs
+_MOST_DEATHS = 3  # after which readers are not raised further
 _COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
-_WAITS = 0.05  # share of the time that a fed trainer may wait
+_WAITS = 0.05  # share of the time that a trainer with sufficient readers may wait
 _FEW_READERS = 2
 _MOST_RIVALS = 6
 
@@ -40,26 +40,26 @@ _MOST_RIVALS = 6
 class Recommendation:
     """The result of a tune."""
 
-    # "sure": the interval of its gain has `best` faster than the baseline.  "likely": what was measured says so, and
-    # may be wrong.  "unchanged": no change that was tried is worth it.  "none": nothing could be measured.
+    # "sure": `best` is significantly faster than the baseline.  "likely": the measurements say so, but not
+    # significantly.  "unchanged": no change is worth it.  "none": nothing could be measured.
     certainty: Certainty
     best: Setting  # the recommended setting, which never ran out of memory
-    written: Setting  # of the tuned config: `best` once it was compared with the source in two pairs, else the source
+    written: Setting  # to the tuned config: `best` if it was compared with the source in two pairs, else the source
     reason: str  # why the tune ended
-    reasons: dict[Knob, str] = field(default_factory=dict)  # for each knob that differs from the source, why
-    # of `best` over `base`: from whole runs in turn; None where these were not measured in turn
+    reasons: dict[Knob, str] = field(default_factory=dict)  # reason for each knob that differs from the source
+    # of `best` over `base`, from pairs of full runs; None without pairs
     gain: Comparison | None = None
-    predicted: float | None = None  # the same, from readers alone and steps alone
-    complete: bool = True  # whether all that was to be tried was: neither the budget nor a signal ended it
+    predicted: float | None = None  # the same, predicted from readers and steps alone
+    complete: bool = True  # whether neither the budget nor a signal ended it early
 
 
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
-    """What the blocks so far say; `cut_short` = why no more of them are measured, if not by the policy."""
+    """The recommendation from the blocks so far; `cut_short` = why the tune ended early, '' = it did not."""
     base, best, cut_short = search.base, search.best, cut_short or search.cut_short
     gain = compare(search.with_base) if search.with_base else None
     rates = search.rates.expected("run", best), search.rates.expected("run", base)
     predicted = rates[0] / rates[1] - 1 if rates[0] and rates[1] else None
-    obstacle = search.memory.obstacle(best)  # a later block may have run out of memory
+    obstacle = search.memory.obstacle(best)  # a later block may have exceeded the memory
     certainty: Certainty = "likely"
     if best == base or obstacle or ((predicted or 0.0) if gain is None else gain.gain) < SMALLEST_GAIN:
         certainty = "unchanged"
@@ -73,7 +73,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
     elif certainty == "unchanged":
         is_tried = any(block.setting != base for block in search.blocks)
-        reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
+        reason = "no tried change is worth it" if is_tried else "there was nothing to try"
     else:
         reason = "nothing more to try"
     best = base if certainty == "unchanged" else best
@@ -89,8 +89,7 @@ def policy(search: Search) -> Asks[None]:
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return
-    # What the readers deliver and what the steps take, alone, with the unchanged config.
-    kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on a batch that stays"))
+    kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on one batch"))
     for kind, words in kinds:
         if (yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")) is None:
             search.cut_short = f"the unchanged config cannot be measured: {search.why_failed}"
@@ -99,7 +98,7 @@ def policy(search: Search) -> Asks[None]:
     yield from _feed(search)
     if (yield from _raise_steps(search)):
         yield from _feed(search)
-    block = yield from search.measure(search.best, "run", "confirm", "the whole run of what was found")
+    block = yield from search.measure(search.best, "run", "confirm", "a full run with the best setting")
     if block is None:
         return search.note("confirm", search.why_failed)
     yield from _smooth(search)
@@ -111,9 +110,9 @@ def policy(search: Search) -> Asks[None]:
 
 
 def _feed(search: Search) -> Asks[None]:
-    """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
+    """Raise readers and requests until they suffice, no longer gain, or reach a limit."""
     more_requests = True
-    # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
+    # Without readers, reading and computing alternate: the supply cannot exceed 1.
     while (supply := search.supply()) < (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
         setting, words = _more(search, supply, more_requests)
         if setting is None:
@@ -121,8 +120,8 @@ def _feed(search: Search) -> Asks[None]:
         best, is_requests = search.best, setting.requests != search.best.requests
         least = max(SMALLEST_GAIN, min(_KNEE, (max(setting.workers, 1) / max(best.workers, 1) - 1) / 2))
         have = search.rates.measured("readers", best) if best.workers else search.rates.limit(best)
-        assert have is not None  # of the best both were measured
-        # What more requests give is large or nothing, and one block tells; so it does where the trainer reads itself.
+        assert have is not None  # both were measured for the best setting
+        # More requests gain much or nothing, as does the first reader: one block is enough.
         at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
         changes = in_words(setting, best)
@@ -133,15 +132,20 @@ def _feed(search: Search) -> Asks[None]:
         elif is_requests:
             more_requests = False
         else:
-            deaths = sum(block.ended in DEADLY for block in search.blocks)
-            if found is None and not search.cut_short and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
-                continue  # what died bars all that is no smaller
+            deaths = sum(block.ended in OOM_OUTCOMES for block in search.blocks)
+            if (
+                found is None
+                and not search.cut_short
+                and search.blocks[-1].ended in OOM_OUTCOMES
+                and deaths <= _MOST_DEATHS
+            ):
+                continue  # the next setting is smaller than those that died
             return search.note("readers", f"no gain from {changes}: {found.text if found else search.why_failed}")
     search.note("readers", f"readers suffice: {search.words()}")
 
 
 def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
-    """More requests where readers mostly wait for the store, else more readers; and why, or why there are none."""
+    """More requests if readers mostly wait for the store, else more readers; with the reason, or why there is none."""
     best, space = search.best, search.space
     if more_requests and search.rates.waiting_share(best) > 0.5 and best.requests < space.most_requests:
         setting = replace(best, requests=min(4 * best.requests, space.most_requests))
@@ -157,7 +161,7 @@ def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting |
 
 
 def _raise_steps(search: Search) -> Asks[bool]:
-    """Larger micro-batches and switches, where a faster step can gain; returns whether readers may be slow again."""
+    """Try larger micro-batches and switches; returns whether steps became faster, so readers may be too slow."""
     before, readers, space = search.best, search.rates.measured("readers", search.best) or 0.0, search.space
     is_fed = readers >= search.trainer_rate()
     if not is_fed:
@@ -165,7 +169,7 @@ def _raise_steps(search: Search) -> Asks[bool]:
     elif space.on_gpu and space.source.amp == "off":  # an explicit format stays
         why = "half the bytes per value, and tensor cores; values are rounded to 16 bits"
         yield from _try(search, replace(search.best, amp="auto"), why)
-    # What a trainer on a CPU does not use of the cores is left to the readers.
+    # On a CPU, a cheaper step leaves more of the cores to the readers.
     while (is_fed or not space.on_gpu) and (setting := _larger_batch(search)) is not None:
         if not (yield from _try(search, setting, "fewer and larger micro-batches")):
             break
@@ -206,12 +210,12 @@ def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
 
 
 def _smooth(search: Search) -> Asks[None]:
-    """Where the whole run waits though its readers could deliver (bursts), try what may help."""
+    """If the full run waits although readers suffice (bursts), try more prefetch, readers and requests."""
     tried = {search.best}
     for _ in range(_MOST_RIVALS):
         best, space = search.best, search.space
         waits = search.rates.of("run", best)[-1].data_share or 0.0
-        starved = max(1 - search.supply(), 0.0)  # what no smoother delivery could avoid
+        starved = max(1 - search.supply(), 0.0)  # waits that smoother delivery cannot avoid
         rivals = (
             replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
             replace(best, workers=min(2 * best.workers, space.most_workers)),
@@ -222,21 +226,21 @@ def _smooth(search: Search) -> Asks[None]:
             return
         tried.add(rival)
         found = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
-        search.adopt(rival, found, "delivery", "whole run", SURE)
+        search.adopt(rival, found, "delivery", "full run", SURE)
         if found is None:
             return
 
 
 def _without_readers(search: Search) -> Asks[None]:
-    """Where few readers are enough, try none: on a small machine Ray may take more than they bring."""
+    """If few readers are enough, try none: on a small machine Ray may cost more than readers gain."""
     best = search.best
     none = replace(best, workers=0)
     if 0 < best.workers <= _FEW_READERS and "workers" not in search.space.kept and not search.memory.obstacle(none):
         found = yield from search.in_turn((none, "run"), (best, "run"), "delivery")
-        search.adopt(none, found, "delivery", "whole run", SURE)
+        search.adopt(none, found, "delivery", "full run", SURE)
 
 
 def does_not_fit(obstacle: str) -> str:
-    """Say that the config itself may not be tried, and what to do."""
+    """The message for a config that does not fit into memory."""
     remedy = "lower training.workers, training.prefetch_factor or training.train_batch_size"
     return f"the config does not fit this machine: {obstacle}; {remedy}"

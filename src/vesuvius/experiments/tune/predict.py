@@ -1,4 +1,4 @@
-"""What a setting is predicted to take and to give: memory and samples per second, from the blocks so far.  Pure."""
+"""Predicts memory and samples/s of a setting from the blocks so far.  Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from typing import Literal
 
 from vesuvius.errors import one_line
-from vesuvius.experiments.tune.measurement import DEADLY, Block, BlockKind, Planner, SearchSpace, Setting, trainer_knobs
+from vesuvius.experiments.tune.measurement import (
+    OOM_OUTCOMES,
+    Block,
+    BlockKind,
+    Planner,
+    SearchSpace,
+    Setting,
+    trainer_knobs,
+)
 from vesuvius.runlog.units import format_size
 
 Risk = Literal["low", "medium", "high"]
 
-# Per planned byte, a growth counts more and a saving less: the planner knows what grows with a knob, and may be off by
-# half in the amount.
+# The planner may be off by half: planned growth counts more, planned savings count less.
 _GROWTH, _SAVING = 1.5, 0.5
 _SPREAD = 0.01  # relative spread of the peaks of one setting
 _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
@@ -38,7 +45,7 @@ class PredictedMemory:
         self._space, self._planner, self._blocks = space, planner, blocks
 
     def obstacle(self, setting: Setting) -> str | None:
-        """Return why a setting may not be tried, as text; None if it may."""
+        """Return why a setting may not be tried; None if it may."""
         if kept := [knob for knob in self._space.kept if knob in setting.changes(self._space.source)]:
             return f"--keep {','.join(kept)}"
         if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
@@ -53,30 +60,30 @@ class PredictedMemory:
         return None
 
     def run_ram_bytes(self, setting: Setting) -> int:
-        """Return the host memory that the whole run takes at most, which is more than a short one does."""
+        """Return the maximum host memory of a full run, which exceeds that of a short one."""
         return self._most(setting, "ram_bytes") + self._planner(setting).later_bytes
 
     def vram_bytes(self, setting: Setting) -> int | None:
-        """Return the GPU memory that it takes at most; None on a CPU."""
+        """Return the maximum GPU memory; None on a CPU."""
         return None if self._planner(setting).vram_bytes is None else self._most(setting, "vram_bytes")
 
     def risk(self, setting: Setting) -> Risk:
-        """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
+        """Return how close a full run comes to the limits: low below 70 %, medium below 90 %."""
         share = self.run_ram_bytes(setting) / self._space.ram_limit_bytes
         if (vram_bytes := self.vram_bytes(setting)) is not None and self._space.vram_limit_bytes:
             share = max(share, vram_bytes / self._space.vram_limit_bytes)
         return "low" if share < _LOW_BELOW else "medium" if share < _MEDIUM_BELOW else "high"
 
     def _most(self, setting: Setting, name: Literal["ram_bytes", "vram_bytes"]) -> int:
-        """Bytes, rather too many: the nearest measured peak, and the planned difference.
+        """An upper estimate in bytes: the nearest measured peak plus the planned difference.
 
-        Until a whole run was measured, no less than planned: readers alone compute nothing, steps alone read little.
+        Until a full run is measured, at least the plan: readers alone compute nothing, steps alone read little.
         """
 
         def planned(other: Setting) -> int:
             return getattr(self._planner(other), name) or 0
 
-        peaks: dict[bool, dict[Setting, int]] = {True: {}, False: {}}  # of whole runs, and of parts of one
+        peaks: dict[bool, dict[Setting, int]] = {True: {}, False: {}}  # of full runs, and of parts
         for block in self._blocks:
             if block.ended == "ok" and (size_bytes := getattr(block, name)) is not None:
                 found = peaks[block.kind == "run"]
@@ -92,11 +99,11 @@ class PredictedMemory:
         return max(int((1 + _SPREAD) * most), peaks[False].get(setting, 0), 0 if peaks[True] else wanted)
 
     def _bars(self, block: Block, setting: Setting) -> bool:
-        """Whether a failed block bars a setting; a lack of memory also bars all that are planned no smaller."""
+        """Whether a failed block rules out a setting; a lack of memory also rules out all that are planned as large."""
         if block.ended == "ok" or block.setting == setting:
             return block.ended != "ok"
-        if block.ended not in DEADLY or _switches_apart(block.setting, setting):
-            return False  # errors and timeouts do not bar larger settings
+        if block.ended not in OOM_OUTCOMES or _switches_apart(block.setting, setting):
+            return False  # errors and timeouts do not rule out larger settings
         if any(other.setting == setting and other.ended == "ok" for other in self._blocks):
             return False
         wanted, died = self._planner(setting), self._planner(block.setting)
@@ -106,7 +113,7 @@ class PredictedMemory:
 
 
 class PredictedRates:
-    """Samples per second of a setting.  Readers and trainer each limit them; the smaller limit holds.
+    """Predicts samples/s: the smaller of the readers' and the trainer's limit.
 
     Args:
         blocks: may grow after construction.
@@ -116,36 +123,36 @@ class PredictedRates:
         self._blocks = blocks
 
     def of(self, kind: BlockKind, setting: Setting) -> list[Block]:
-        """The blocks that measured this of a setting: steps do not depend on the readers, nor readers on the steps."""
+        """The blocks of a kind that apply to a setting: steps do not depend on readers, and readers not on steps."""
         same = {"run": lambda s: s, "readers": lambda s: (s.workers, s.requests), "step": trainer_knobs}[kind]
         return [b for b in self._measured(kind) if same(b.setting) == same(setting)]
 
     def measured(self, kind: BlockKind, setting: Setting) -> float | None:
-        """Samples/s: the geometric mean of the blocks; None where they were not measured."""
+        """Samples/s: the geometric mean of the blocks; None if there are none."""
         rates = [block.rate for block in self.of(kind, setting)]
         return math.exp(math.fsum(map(math.log, rates)) / len(rates)) if rates else None
 
     def expected(self, kind: BlockKind, setting: Setting) -> float | None:
-        """Samples/s: measured, or predicted; None where nothing that they follow from was measured."""
+        """Samples/s: measured, or predicted; None if no measurement allows a prediction."""
         if (measured := self.measured(kind, setting)) is not None or kind == "step":
             return measured
         return self._scaled(setting) if kind == "readers" else self._predicted(setting)
 
     def limit(self, setting: Setting) -> float | None:
-        """The smaller of what readers and trainer allow; None without a block of steps or of readers."""
+        """The smaller limit of readers and trainer; None without a block of each."""
         readers, trainer = self.expected("readers", setting), self.measured("step", setting)
         if readers is None or trainer is None:
             return None
         return min(readers, trainer) if setting.workers else 1 / (1 / readers + 1 / trainer)  # one after the other
 
     def waiting_share(self, setting: Setting) -> float:
-        """Share of a reader's time that waits for the store, which more requests may hide; 0 where it is not known."""
+        """Share of a reader's time spent waiting for the store, which more requests may hide; 0 if unknown."""
         times = [(b.decode_s, b.reader_s) for b in self.of("readers", setting)]
         decode_s, reader_s = times[-1] if times else (None, None)
         return 0.0 if decode_s is None or not reader_s else 1 - min(decode_s / reader_s, 1.0)
 
     def runs(self) -> list[Setting]:
-        """The settings whose whole run was measured, the fastest first."""
+        """The settings with a measured full run, the fastest first."""
         settings = dict.fromkeys(b.setting for b in self._measured("run"))
         return sorted(settings, key=lambda s: -(self.measured("run", s) or 0.0))
 
@@ -153,7 +160,7 @@ class PredictedRates:
         return [b for b in self._blocks if b.kind == kind and b.ended == "ok"]
 
     def _predicted(self, setting: Setting) -> float | None:
-        """The smaller limit, less what the run nearby falls short of its own."""
+        """The smaller limit, reduced by the shortfall of the nearest measured run."""
         limit, runs = self.limit(setting), self.runs()
         if limit is None or not runs:
             return limit
@@ -162,7 +169,7 @@ class PredictedRates:
         return limit * min(reached / its_limit, 1.0) if reached and its_limit else limit
 
     def _scaled(self, setting: Setting) -> float | None:
-        """By the number of readers, from the nearest block."""
+        """The rate of the nearest block, scaled by the number of readers."""
         counts = {b.setting: max(b.setting.workers, 1) for b in self._measured("readers")}
         if not counts:
             return None
@@ -177,7 +184,7 @@ def death_text(block: Block) -> str:
     return (
         f"a {block.kind} block with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
         f"{s.train_batch_size} was ended by {ENDED_BY[block.ended]}: "
-        f"{one_line(block.cause) or 'no cause is known'}"
+        f"{one_line(block.cause) or 'cause unknown'}"
     )
 
 

@@ -26,13 +26,13 @@ from vesuvius.report.page import Bar, Bars, RunReport, Table, filled, in_one_uni
 from vesuvius.runlog.units import format_count, format_duration, format_gib, format_number, format_percent, format_size
 
 MARK = "Written by vesuvius tune"
-"""Begins the header: a file that does not begin so belongs to the user and is never replaced."""
+"""Start of the header; a file without it belongs to the user and is never replaced."""
 
 SLOWEST = 0.85
-"""A is at least this share of B's samples per second."""
+"""Minimum speed of option A relative to B."""
 
-_GAIN = 0.01  # a step beyond what was measured has to promise more
-_LONGEST_VALUE = 60  # characters of the value before, in a comment of the tuned config
+_GAIN = 0.01  # minimum predicted gain of a setting beyond the measured ones
+_LONGEST_VALUE = 60  # characters of an old value in a comment of the tuned config
 _NOTE = (
     "~ = predicted.  Times are of training steps alone, without validation, checkpoints and previews.  Memory risk: "
     "peak of a full run relative to the limits: low below 70 %, medium below 90 %."
@@ -289,10 +289,10 @@ def tuned_path(source: Path) -> Path:
 def tuned_yaml(
     source_name: str, source: Config, wanted: Config, reasons: Mapping[str, str], header: Sequence[str]
 ) -> str:
-    """The text of a config that extends the source, beside which it will stand, and reads as `wanted`.  Pure.
+    """The text of a config that extends the source (in the same folder) and reads as `wanted`.  Pure.
 
     Args:
-        source, wanted: as read without and with what the tune changes.
+        source, wanted: the config without and with the changes of the tune.
         reasons: by full key (`training.workers`); others are "as set for the tune".
         header: lines for the top, without `#`; one that begins with `MARK` comes before them.
     """
@@ -300,7 +300,7 @@ def tuned_yaml(
     comments: dict[str, str] = {}
 
     def changed(before: BaseModel, after: BaseModel, above: str = "") -> BaseModel:
-        """Only the fields that differ; a list is one value, as files that extend others have it."""
+        """Only the fields that differ; a list is one value."""
         values: dict[str, Any] = {}
         for name in type(after).model_fields:
             old, new, path = getattr(before, name), getattr(after, name), f"{above}{name}"
@@ -322,27 +322,31 @@ def tuned_yaml(
 
 
 def check_tunable(source: Path) -> None:
-    """Check before the first block that the tuned config of a source can be written.  Does I/O.
+    """Check before the first block that the tuned config can be written.  Does I/O.
 
     Raises:
-        ConfigError: a tune has written the source, or has not written what lies in the place of the tuned config.
+        ConfigError: the source is a tuned config, or a file of the user has the name of the tuned config.
         StorageError: the folder of the source cannot be written.
     """
     if _is_ours(source):
         raise ConfigError(f"{source} was written by a tune: tune the config that it extends, or remove its first line")
     path = tuned_path(source)
     if os.path.lexists(path) and not _is_ours(path):
-        raise ConfigError(f"{path} would be replaced, and no tune has written it (no '# {MARK}' at its top); rename it")
+        raise ConfigError(
+            f"{path} was not written by a tune (no '# {MARK}' at its top) and would be replaced; rename it"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise StorageError(f"{path.parent} cannot be written, where the tuned config goes; change its permissions")
+        raise StorageError(
+            f"{path.parent} is not writable, but the tuned config is written there; change its permissions"
+        )
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a file that a tune has written."""
+    """Whether a tune wrote the file."""
     begin = f"# {MARK}".encode()
     return path.is_file() and path.read_bytes()[: len(begin)] == begin
 
 
 def _clean(words: str) -> str:
-    """One line that a YAML comment may hold."""
+    """One line that is valid in a YAML comment."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(words.split()))

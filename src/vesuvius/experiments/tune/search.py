@@ -1,4 +1,4 @@
-"""A search under way: the cell to be measured next, its blocks so far, the best setting, the budget left.  Pure."""
+"""The state of a search: the next cell, the blocks so far, the best setting, the remaining budget.  Pure."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
 SHOWN = 2
-"""Pairs without which nothing enters the tuned config."""
+"""Pairs needed to enter the tuned config."""
 
-KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
+KINDS: dict[BlockKind, str] = {"run": "full run", "readers": "readers alone", "step": "steps alone"}
 
-_LARGE_GAIN = 0.10  # a change is given up for good once it surely gains less
-AT_ONCE, SURE = 0.15, 0.5  # two pairs that both differ by more need no third: of steps alone, of anything else
-# Seconds that a block takes besides measuring, until that is known: by what `_need` says.
+_LARGE_GAIN = 0.10  # a change is dropped once it significantly gains less
+AT_ONCE, SURE = 0.15, 0.5  # two pairs that both differ by more suffice: for steps alone, for anything else
+# Assumed seconds of a block in addition to measuring, by `_need`.
 _ASSUMED_S = {(True, True): 40.0, (True, False): 20.0, (False, True): 10.0, (False, False): 10.0}
 _COMPILE_S = 90.0  # assumed additional time of the first start that compiles
 _LEAST_STEPS = 3
@@ -43,33 +43,33 @@ _LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """What to measure next, in which stage, and why."""
+    """The next measurement, its stage, and the reason."""
 
     setting: Setting
     kind: BlockKind
     stage: Stage
     why: str
     expected_s: float
-    limit_s: float  # after which it is ended
+    limit_s: float  # timeout
 
 
 class Search:
-    """A search under way: `tell` it the block of its `cell` until that is None.
+    """A search: call `tell` with the block of its `cell` until `cell` is None.
 
     Args:
         policy: a generator that yields a `Cell` and is sent its `Block`.
         planner: of the memory of a setting.
 
     Attributes:
-        cell: to be measured next; None = nothing more.
-        asked, blocks: all cells so far, and what was measured of them.
+        cell: to be measured next; None = the search is over.
+        asked, blocks: all cells so far, and their measurements.
         base: the setting of the config, with which the best is compared.
         best: the best setting so far.
-        because: for each knob that was changed, why.
-        notes: stage by stage, what was not taken and why it ended.
-        with_base: samples/s of the whole runs of the best and of the base, in turn.
-        cut_short: why not all that was to be tried was; '' = it was.
-        why_failed: of the last block that could not be measured.
+        because: reason for each changed knob.
+        notes: for each stage, what was not taken and why it ended.
+        with_base: samples/s of pairs of full runs of the best and the base.
+        cut_short: why the search ended early; '' = it did not.
+        why_failed: why the last block could not be measured.
     """
 
     def __init__(self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]]) -> None:
@@ -83,33 +83,30 @@ class Search:
         self.notes: list[tuple[Stage, str]] = []
         self.with_base: list[tuple[float, float]] = []
         self.cut_short = self.why_failed = ""
-        self._besides_s: dict[tuple[bool, bool], float] = {}  # the longest that a block has taken besides measuring
+        self._overhead_s: dict[tuple[bool, bool], float] = {}  # longest time of a block in addition to measuring
         self._script = policy(self)
         self.cell: Cell | None = next(self._script, None)
 
     @property
     def left_s(self) -> float:
-        """Seconds of the budget that no block has taken."""
+        """Remaining seconds of the budget."""
         return self.space.budget_s - math.fsum(block.seconds for block in self.blocks)
 
     def tell(self, block: Block) -> None:
-        """Take the block of `cell`, and choose the next one."""
+        """Add the block of `cell`, and choose the next cell."""
         try:
             self.cell = self._script.send(block)
         except StopIteration:
             self.cell = None
 
     def measure(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> Asks[Block | None]:
-        """Measure one block; None where it ended badly, may not be tried, or takes longer than the budget allows.
-
-        `why_failed` says which; the last of them also ends the search soon, as `cut_short` says.
-        """
+        """Measure one block; None if it failed, may not be tried, or does not fit the budget: see `why_failed`."""
         if (obstacle := self.memory.obstacle(setting)) is not None:
             self.why_failed = f"{in_words(setting, self.base)}: {obstacle}"
             return None
         left_s, seconds, kept_s = self.left_s, self.expected_s(setting, kind), 0.0
         if stage not in ("baseline", "confirm") and self.best != self.base:
-            # Two pairs of whole runs of the best and the baseline, and as much again for one of them.
+            # For two pairs of full runs of the best and the baseline, with one spare pair.
             kept_s = 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
         if seconds + kept_s > left_s:
             kept = f", {format_duration(kept_s)} are kept to confirm what was found" if kept_s else ""
@@ -126,7 +123,7 @@ class Search:
         self.blocks.append(block)
         self.asked.append(cell)
         if block.ended == "ok":
-            self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
+            self._overhead_s[need] = max(self._overhead_s.get(need, 0.0), block.seconds - block.measured_s)
             return block
         self.why_failed = death_text(block)
         if block.ended == "timeout" and limit_s == left_s:
@@ -134,9 +131,9 @@ class Search:
         return None
 
     def expected_s(self, setting: Setting, kind: BlockKind) -> float:
-        """Seconds that a block takes: a new process or other readers, as long as they took so far, and measuring."""
+        """Expected seconds of a block: starting a process or readers as long as it took so far, and measuring."""
         need = self._need(setting, kind)
-        other_s = self._besides_s.get(need, _ASSUMED_S[need])
+        other_s = self._overhead_s.get(need, _ASSUMED_S[need])
         compiled = self.space.compiles
         if need[0] and compiled(setting) and not any(compiled(b.setting) for b in self.blocks):
             other_s += _COMPILE_S
@@ -144,7 +141,7 @@ class Search:
         return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
     def _need(self, setting: Setting, kind: BlockKind) -> tuple[bool, bool]:
-        """Whether a block needs a new process; and whether it is a whole run, which validates and saves at first."""
+        """Whether a block needs a new process; and whether it is a full run, which first validates and saves."""
         alike = bool(self.blocks) and trainer_knobs(self.blocks[-1].setting) == trainer_knobs(setting)
         return not (alike and self.blocks[-1].ended == "ok"), kind == "run"
 
@@ -156,10 +153,10 @@ class Search:
         most_pairs: int = MOST_PAIRS,
         pairs: list[tuple[float, float]] | None = None,
     ) -> Asks[Comparison | None]:
-        """Measure two settings in turn until it is settled whether `one` is faster; None where there was no pair.
+        """Measure two settings alternately until it is settled whether `one` is faster; None without a pair.
 
         Args:
-            pairs: grows.
+            pairs: new pairs are appended.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
         at_once = AT_ONCE if one[1] == "step" else SURE
@@ -175,7 +172,7 @@ class Search:
             rates = {at: last.rate} if last and not pairs and at in (one, other) else {}  # half of the first pair
             for each in (other, one) if at == other else (one, other):
                 if each not in rates:
-                    block = yield from self.measure(*each, stage, f"in turn: {words}, pair {len(pairs) + 1}")
+                    block = yield from self.measure(*each, stage, f"pair {len(pairs) + 1}: {words}")
                     if block is None:
                         return found
                     rates[each] = block.rate
@@ -193,7 +190,7 @@ class Search:
     ) -> Asks[Comparison | None]:
         """Gain over the best, which has a rate of `have`; None = it failed.
 
-        A gain of one block counts unless it is `near` what is asked for; else at most so many pairs are measured.
+        One block is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
         """
         first = yield from self.measure(setting, kind, stage, why)
         if first is None:
@@ -204,29 +201,29 @@ class Search:
         return (yield from self.in_turn((setting, kind), (self.best, kind), stage, most))
 
     def supply(self) -> float:
-        """What the readers of the best deliver over what its steps take; of what nothing was measured is predicted."""
+        """Rate of the best setting's readers over that of its steps, measured or predicted."""
         readers, trainer = self.rates.expected("readers", self.best), self.trainer_rate()
         assert readers is not None  # the baseline was measured
-        # Without readers, reading and computing take turns.
+        # Without readers, reading and computing alternate.
         return readers / trainer if self.best.workers else 1 / (1 + trainer / readers)
 
     def trainer_rate(self) -> float:
-        """Samples/s of the best's steps alone."""
+        """Samples/s of the best setting's steps alone."""
         rate = self.rates.measured("step", self.best)
         assert rate is not None  # only measured settings become the best
         return rate
 
     def note(self, stage: Stage, words: str) -> None:
-        """Say for the report what was not taken, or why a stage ended."""
+        """Note for the report what was not taken, or why a stage ended."""
         self.notes.append((stage, words))
 
     def take(self, setting: Setting, why: str) -> None:
-        """Make a setting the best, for a reason that holds for each knob that it changes."""
+        """Make a setting the best; the reason applies to each changed knob."""
         self.because |= dict.fromkeys(setting.changes(self.best), why)
         self.best = setting
 
     def adopt(self, setting: Setting, found: Comparison | None, stage: Stage, measured: str, at_once: float) -> bool:
-        """Take a setting that is surely faster, or without an interval by more than `at_once`; else say why not."""
+        """Take a setting that is significantly faster, or faster by more than `at_once`; else note why not."""
         if found is None:
             self.note(stage, f"{in_words(setting, self.best)} not taken: {self.why_failed}")
             return False
@@ -246,7 +243,7 @@ class Search:
 
 
 def _is_gain_settled(found: Comparison) -> bool:
-    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
+    """Whether a costlier setting is significantly faster, or its gain is too small and a large gain is excluded."""
     if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
         return True
     return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(_LARGE_GAIN)

@@ -1,7 +1,7 @@
-"""A tune from the first block to the report: the policy asks, the living trainer measures.
+"""Runs a tune from the first block to the report: the policy chooses cells, a trainer measures them.
 
-The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes its results into its run
-directory.  One that dies does not end the tune: what is left of it is killed, and the cause goes into the `Block`.
+The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes results to its run directory.
+If it dies, the tune continues: the rest of it is killed, and the cause is stored in the `Block`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ log = logging.getLogger(__name__)
 
 
 class TrialRunner:
-    """Measures settings in one trainer, started anew only where the network's side of them changes.
+    """Measures settings in one trainer, which is restarted only if training settings other than the readers change.
 
     Args:
         config: of the tune.
-        directory: of the trainers: `NNN` is the run directory of one, with its config and its log beside it.
+        directory: of the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
         lock_fd: descriptor that a trainer keeps open; None = none.
     """
 
@@ -80,17 +80,17 @@ class TrialRunner:
         self._stopped = False
 
     def stop(self) -> None:
-        """Give up the block in hand: `measure` kills the trainer and raises TrialInterrupted, now and from now on.
+        """Make `measure` kill the trainer and raise TrialInterrupted from now on.
 
-        May be called from a signal handler or another thread.  Does not wait.
+        Returns at once; may be called from a signal handler or another thread.
         """
         self._stopped = True
 
     def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
-        """Bring a setting into force and measure it for about `seconds`, longer where these hold too few steps.
+        """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
 
         Args:
-            limit_s: after which a trainer that has given no result is killed, and the block is a timeout.
+            limit_s: timeout, after which the trainer is killed.
 
         Raises:
             TrialInterrupted: `stop` was called.
@@ -98,7 +98,7 @@ class TrialRunner:
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
         starts = trainer is None or trainer.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
-        if kind == "step":  # steps alone need no readers: these stay as they are, or are not started
+        if kind == "step":  # steps alone need no readers: keep or do not start them
             readers = {"workers": 0} if starts else {k: getattr(self._in_force, k) for k in READER_KNOBS}
             force = replace(setting, **readers)
         if starts or trainer is None:
@@ -141,19 +141,18 @@ class TrialRunner:
 class TuneRequest:
     """The arguments of a tune."""
 
-    # `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does what one
-    # does, and has its share of the machine.
+    # `source` with environment and overrides applied; one of several ranks is measured, with its share of the machine
     config: Config
     written: Config  # `source` alone
     source: Path  # the YAML file
     overrides: tuple[str, ...] = ()  # from the command line
     command: str = "vesuvius tune"  # as typed
-    keep: tuple[Knob, ...] = ()  # knobs that nothing changes
+    keep: tuple[Knob, ...] = ()  # knobs to leave unchanged
     budget_s: float = 1800.0  # for all measurements together
 
 
 def tune(request: TuneRequest) -> int:
-    """Measure until the policy stops, then write the report and the tuned config, whatever came of it.
+    """Measure until the policy stops or a signal arrives, then write the report and the tuned config.
 
     Returns:
         EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED after a signal.
@@ -197,7 +196,7 @@ def _measure(search: Search, runner: TrialRunner, came: list[signal.Signals]) ->
 
 
 def plan(request: TuneRequest) -> list[str]:
-    """Return the lines of `--dry-run`: limits, budget, and the memory of what may be tried.  Writes nothing.
+    """Return the lines of `--dry-run`: limits, budget, and the memory of the settings to try.  Writes nothing.
 
     Raises ConfigError, DataError: as `tune`; also if the config does not fit into memory.
     """
@@ -206,7 +205,7 @@ def plan(request: TuneRequest) -> list[str]:
 
 
 def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:
-    """What may be tried, and the planner of its memory.  Writes nothing."""
+    """The search space, and the planner of its memory.  Writes nothing."""
     check_tunable(request.source)
     config = request.config
     data = prepare_data(config.seed, config.data)
@@ -240,7 +239,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "blocks": [{"cell": asdict(c), "block": asdict(b)} for c, b in zip(search.asked, search.blocks, strict=True)],
     }
     write_figures(directory / "report.json", figures)
-    # The tuned config has also what the environment and the command line of the tune have set.
+    # The tuned config includes overrides by the environment and the command line.
     header = [f"{made[5:]}.", f"{head}.  {spent}.", f"Measured on: {facts['machine']}"]
     why = {key_of(knob): reason for knob, reason in found.reasons.items()}
     wanted = found.written.applied_to(config)
@@ -252,7 +251,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         log.info("%s: %s", label, words)
     log.info("report: %s", directory / "report.html")
     for command in commands:
-        log.info("type next: %s", command)
+        log.info("Next: %s", command)
 
 
 def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendation, tuned: Path) -> list[str]:
@@ -270,7 +269,7 @@ def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendati
 
 
 def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
-    """Say what distorts the figures: the run itself, and other programs."""
+    """Warn if the run itself or other programs distort the measurements."""
     run = run_dir(config)
     session = read_session(run.session)
     if session is not None and is_alive(session):

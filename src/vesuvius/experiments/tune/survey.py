@@ -1,4 +1,4 @@
-"""The machine, its limits, and the planned memory of each setting: the input of a tune."""
+"""The input of a tune: the machine, its limits, and the planned memory of each setting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vesuvius.training.step.setup import choose_device
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256
-_BLOCKS = 180  # of measuring alone that the budget has room for; a third of it is starts and changes
+_BLOCKS = 180  # blocks that fit the budget; a third of it goes to starts and changes
 _SHORTEST_BLOCK_S, _LONGEST_BLOCK_S = 2.0, 30.0
 _OTHERS_OVER_S = 1.0
 
@@ -36,10 +36,10 @@ def survey(
     budget_s: float,
     keep: Sequence[Knob] = (),
 ) -> SearchSpace:
-    """Return what a rank of a config may try: its share of this machine.  Does I/O; starts nothing on a GPU.
+    """Return the search space of one rank, with its share of this machine.  Does I/O; uses no GPU.
 
     Args:
-        keep: knobs that nothing changes.
+        keep: knobs to leave unchanged.
     """
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", num_local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
@@ -62,7 +62,7 @@ def survey(
 
 
 def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool, ranks: int) -> int:
-    """Return the most readers: one per core (several on a remote store), with blocks that fit into /dev/shm."""
+    """Return the maximum number of readers: one per core (several on a remote store), limited by /dev/shm."""
     source = config.training.workers
     most = max(source, int(cores * (READERS_PER_CORE if remote else 1)), 1)
     while most > source:
@@ -76,9 +76,9 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 
 
 def planner_of(config: Config, data: PreparedData) -> Planner:
-    """Predicts the memory of each setting of a config of one rank; each takes up to seconds, and is kept.
+    """Return a cached predictor of the memory of each setting of one rank; a prediction takes up to seconds.
 
-    Without volumes in memory: these give way to readers.
+    Volumes are not kept in memory, as they give way to readers.
     """
     config = config.model_copy(update={"data": config.data.model_copy(update={"resident": 0})})
 

@@ -1,7 +1,7 @@
-"""The trainer's side of a tune: between two steps it reads what to measure next, and writes what it has measured.
+"""The trainer's side of a tune: it reads commands and writes measurements between two steps.
 
-Commands are lines of JSON on standard input, which ends with the tune: the trainer then ends too.  Results are records
-of kind `block` in `metrics.jsonl`.
+Commands are lines of JSON on standard input; when it closes, the tune has ended, and the trainer ends too.  Results are
+records of kind `block` in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
-from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, sustained_s
+from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, reader_limited_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
@@ -39,29 +39,29 @@ from vesuvius.training.step.step import learning_rate
 
 log = logging.getLogger(__name__)
 
-# Without its tune a trainer ends within this time, whatever it waits for.
+# After the end of its tune, a trainer is killed after this time.
 _ORPHAN_S = 60.0
 _POLL_S = 0.2
-# Steps alone are timed in so many pieces, and up to four times as many while their time varies.
+# Steps alone are timed in this many pieces, or up to four times as many while their time varies.
 _PIECES = 4
-_STEPS_MOST = 2_500  # of a piece
-# Idle readers use less of a core than this, all together; over more than two samples of the monitor.
+_STEPS_MOST = 2_500  # steps per piece
+# Idle readers together use less of a core than this, over more than two samples of the monitor.
 _IDLE_CORES, _IDLE_OVER_S = 0.1, 1.1
 
 Figures = dict[str, Any]
 Command = dict[str, Any]
-"""`number`, `kind` (a `BlockKind`), `seconds` to measure, and the reader knobs that are to be in force."""
+"""`number`, `kind` (a `BlockKind`), `seconds` to measure, and the reader knobs to apply."""
 
 
 class CommandPipe:
-    """Commands from standard input.  At its end this process gets SIGTERM, and is ended if that is not enough."""
+    """Commands from standard input.  When it closes, this process gets SIGTERM, and later exits."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Command] = SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def next(self, stopping: Callable[[], bool]) -> Command | None:
-        """Wait for the next one; None once `stopping`."""
+        """Wait for the next command; None if `stopping`."""
         while not stopping():
             try:
                 return self._queue.get(timeout=_POLL_S)
@@ -74,14 +74,14 @@ class CommandPipe:
         with open(0, "rb", buffering=0, closefd=False) as lines:
             for line in lines:
                 self._queue.put(json.loads(line))
-        log.info("the tune has ended, and so does its trainer")
+        log.info("the tune has ended; ending its trainer")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_ORPHAN_S)
         os._exit(EXIT_STOPPED)
 
 
 class TuneWorker:
-    """Measures one block after another.  It is a script that is gone on with between two steps (`act`)."""
+    """Measures one block after another; `apply` is called between two steps."""
 
     def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
@@ -89,7 +89,7 @@ class TuneWorker:
         source = Setting.of(loop.run.config)
         self._begin_with_readers({knob: getattr(source, knob) for knob in READER_KNOBS})
         self._rehearsed = False
-        self._rehearsal_bytes = 0  # what a validation and a save take more
+        self._rehearsal_bytes = 0  # additional memory of a validation and a save
         self._verdict: Verdict | None = None
         self._script = self._blocks()
 
@@ -98,12 +98,12 @@ class TuneWorker:
         self._verdict = verdict
 
     def apply(self, *_: object) -> None:
-        """Do what comes before the next step."""
-        self._look()
+        """Continue until the next step."""
+        self._sample_memory()
         next(self._script, None)
 
     def _blocks(self) -> Generator[None]:
-        """Yields where the loop is to make a step."""
+        """Measure commanded blocks; yield before each step."""
         run = self._loop.run
         try:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
@@ -115,7 +115,7 @@ class TuneWorker:
                         figures = self._readers(command["seconds"])
                     case "step":
                         figures = self._step(command["seconds"])
-                self._look()
+                self._sample_memory()
                 ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
                 figures |= {"ram_bytes": ram_bytes, "vram_bytes": vram_bytes(run.device)}
                 run.metrics.write("block", number=command["number"], figures=figures)
@@ -123,7 +123,7 @@ class TuneWorker:
             return
 
     def _bring_into_force(self, command: Command) -> None:
-        """Change the readers if they differ.  Raises ConfigError where that cannot be done, which ends this trainer."""
+        """Change the readers if they differ.  Raises ConfigError if that is impossible, which ends this trainer."""
         if (wanted := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
             self._loop.run.watchdog.expects("batch", "the readers to start")
             self._loop.feed.reconfigure(**wanted)
@@ -131,21 +131,19 @@ class TuneWorker:
             self._begin_with_readers(wanted)
 
     def _begin_with_readers(self, knobs: dict[str, int]) -> None:
-        """Remember which the present readers are, and where they began."""
+        """Remember the knobs and the start of the current readers."""
         self._in_force = knobs
         self._began_at, self._before = self._loop.run.progress.sample_index, self._stream.reader_totals
         self._ram_bytes, self._looked = 0, time.time()
 
-    # What is measured.
-
     def _run(self, seconds: float) -> Generator[None, None, Figures]:
-        """Measure the loop itself.  The first time, it validates and saves before: memory peaks there."""
+        """Measure the training loop.  The first time, validate and save before, as memory peaks there."""
         loop, run, kernel_steps = self._loop, self._loop.run, 0
         if not self._rehearsed:
             self._reporter.report(wait=True)
             before = loop.monitor.sample.used_bytes
             loop.periodic.rehearse()
-            self._look()
+            self._sample_memory()
             self._rehearsal_bytes = max(self._ram_bytes - before, 0)
             self._rehearsed, kernel_steps = True, KERNEL_STEPS
         self._fill()
@@ -177,7 +175,7 @@ class TuneWorker:
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.shares["data_share"]), "text": text}
 
     def _readers(self, seconds: float) -> Figures:
-        """Take batches as soon as they come, from the first that has to be waited for."""
+        """Take batches as soon as they arrive, once those read ahead are used up."""
         stream, progress, options = self._stream, self._loop.run.progress, self._stream.options
         self._fill()
         began, ahead = time.monotonic(), (batches_ahead(options) + 1) * options.batch_size
@@ -194,13 +192,13 @@ class TuneWorker:
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
 
     def _step(self, seconds: float) -> Figures:
-        """Make steps on one batch, once the readers have nothing to do."""
+        """Make steps on one batch, once the readers are idle."""
         loop, config, device = self._loop, self._loop.run.config, self._loop.run.device
         batch = self._take_batch()
         self._wait_until_idle(seconds)
 
         def steps(count: int) -> float:
-            """Seconds of so many, until the device has done them."""
+            """Seconds of `count` steps, including the device's work."""
             synchronize(device)
             began = time.monotonic()
             for step in range(loop.run.progress.step, loop.run.progress.step + count):
@@ -228,27 +226,25 @@ class TuneWorker:
         return batch
 
     def _between(self) -> None:
-        """What the loop does between two steps for the memory guard, and a look at the memory.
+        """Let the memory guard act as between two steps, and sample the memory.
 
-        Raises StreamInterrupted: the run is to stop.
+        Raises StreamInterrupted: a stop was requested.
         """
         if self._loop.run.stop.is_requested():
             raise StreamInterrupted
         self._loop.run.watchdog.expects("step", "the tune to measure it")
         self._loop.guard_actions.execute(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
-        self._look()
-
-    # Warm-up.
+        self._sample_memory()
 
     @property
     def _cycle(self) -> int:
-        """Samples after which bursts repeat: each reader has delivered a task, in whole rounds of the plan."""
+        """Samples after which bursts repeat: each reader has delivered a task, in full rounds of the plan."""
         plan = self._loop.job.plan
         samples = max(self._stream.options.workers, 1) * plan.samples_per_task
         return -(-samples // plan.regions_in_flight) * plan.regions_in_flight
 
     def _fill(self) -> None:
-        """Take batches until new readers have read all regions in flight: at first each sample needs another one."""
+        """Take batches until new readers have read all regions in flight."""
         round_size = self._loop.job.plan.regions_in_flight
         while self._loop.run.progress.sample_index < (-(-self._began_at // round_size) + 1) * round_size:
             self._take_batch()
@@ -268,29 +264,27 @@ class TuneWorker:
         readers = self._stream.readers.copy().keys() - {os.getpid()}
         return math.fsum(each.cpu_s for each in self._loop.monitor.sample.processes if each.pid in readers)
 
-    # Figures.
-
     def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
-        """What was measured; samples that were read ahead count with the time that the readers need for them."""
+        """The measurement; samples read ahead count with the time that the readers need for them."""
         plan, now = self._loop.job.plan, self._stream.reader_totals
         reader_s, decode_s = None, None
-        # The cold start of the readers counts only where nothing was read later.
+        # The cold start of the readers counts only if nothing was read later.
         before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
         if read := (now.blocks - before.blocks) * plan.patches_per_region:
             decode_s = (now.decode_s - before.decode_s) / read
             reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read
-        measured_s = sustained_s(samples, took_s, reader_s, self._stream.options.workers)
+        measured_s = reader_limited_s(samples, took_s, reader_s, self._stream.options.workers)
         return {"samples": samples, "measured_s": measured_s, "reader_s": reader_s, "decode_s": decode_s}
 
-    def _look(self) -> None:
-        """Take note of the memory in use since the last look."""
-        for moment in self._loop.monitor.recent_samples():
-            if moment.time > self._looked:
-                self._ram_bytes, self._looked = max(self._ram_bytes, moment.used_bytes), moment.time
+    def _sample_memory(self) -> None:
+        """Update the peak memory with the samples since the last call."""
+        for sample in self._loop.monitor.recent_samples():
+            if sample.time > self._looked:
+                self._ram_bytes, self._looked = max(self._ram_bytes, sample.used_bytes), sample.time
 
 
 def vram_bytes(device: torch.device) -> int | None:
-    """Peak of the process, with what CUDA itself holds; memory of other processes is not counted.  None on a CPU."""
+    """Peak GPU memory of this process, including the CUDA context; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
