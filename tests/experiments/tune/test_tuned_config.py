@@ -121,5 +121,5 @@ def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None
 
 
 def test_a_place_that_cannot_be_written_is_known_before_the_first_trial(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="is not writable"):
         check_tunable(tmp_path / "missing" / "x.yaml")
