@@ -18,7 +18,7 @@ DRIFTS = Disturbance(drift=0.10, drift_s=200.0, noise=0.05)
 
 
 def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
-    """The whole run of two settings as a tune compares them: it stops early where chance made one look faster."""
+    """A comparison of full runs as in a tune: it stops early if one looks faster by chance."""
     machine = Machine("two", sample_s=0.2, faster={"channels_last": 1 + gain}, disturbance=disturbance)
     results: list[Comparison | None] = []
 
@@ -33,8 +33,8 @@ def compared(disturbance: Disturbance, gain: float, seed: int) -> Comparison:
     return found
 
 
-def test_intervals_hold_the_truth_on_a_machine_that_drifts() -> None:
-    """Of 60 tests, so few that a naive interval (0.26 to 0.5) is told apart and chance is not."""
+def test_intervals_cover_the_truth_on_a_machine_that_drifts() -> None:
+    """Of 60 tests, so few that a naive interval (0.26 to 0.5) is distinguished and chance is not."""
     hits = 0
     for seed in range(60):
         gain = (0.0, 0.04, 0.12)[seed % 3]
@@ -54,7 +54,7 @@ def test_equal_settings_are_called_different_in_at_most_5_percent() -> None:
     assert 0.02 <= wrong / 2000 <= 0.055
 
 
-def test_what_drifts_alike_for_both_cancels() -> None:
+def test_common_drift_cancels() -> None:
     speeds = [1.0, 0.7, 1.3, 0.9, 1.1]
     found = compare([(1.2 * speed, speed) for speed in speeds])
     assert found.gain == pytest.approx(0.2)

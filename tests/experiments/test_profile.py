@@ -53,7 +53,7 @@ def test_a_cpu_that_computes_all_the_time_gets_one_sentence_and_no_command(tmp_p
     assert not [label for label in report.facts if "GPU" in label or "VRAM" in label]
 
 
-def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
+def test_a_profile_changes_nothing_that_affects_a_step() -> None:
     config = parse_stored(tiny_sections("tiny", Path("x")))
     changed = profiled(config, "p", steps=20)
     assert changed.data.model_copy(update={"resident": config.data.resident}) == config.data
@@ -80,7 +80,7 @@ def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int
     assert float(rows[-1][1]) == pytest.approx(work_s, abs=0.006)
 
 
-def test_a_real_profile_beside_an_existing_run(
+def test_a_real_profile_leaves_an_existing_run_alone(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tiny_config()

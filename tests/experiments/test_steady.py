@@ -25,7 +25,9 @@ from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, reader
         (40, 10.0, True),
     ],
 )
-def test_a_measurement_is_whole_cycles_near_the_time(samples: int, elapsed_s: float, enough: bool) -> None:
+def test_a_measurement_has_full_cycles_and_about_the_requested_time(
+    samples: int, elapsed_s: float, enough: bool
+) -> None:
     assert BlockLength(4, 100, 10.0).is_over(samples, elapsed_s) is enough
 
 
@@ -65,7 +67,7 @@ def steady_state(workers: int = 0) -> SteadyState:
     return SteadyState(Warmup(3, 4), seconds=2.0, batch=4, workers=workers, task=8, region=4)
 
 
-def test_warm_steps_do_not_count_and_a_pause_is_no_step() -> None:
+def test_warm_up_steps_and_pauses_are_not_counted() -> None:
     state = steady_state()
     slow = [step(n, step_s=9.0 if n == 0 else 0.5) for n in range(4)]
     assert not any(state.add(each) for each in slow)
@@ -80,13 +82,13 @@ def test_warm_steps_do_not_count_and_a_pause_is_no_step() -> None:
     assert state.start_s(launched_s=90.0) == pytest.approx(13.0 - 4 * 0.5)  # the last warm step came at 103
 
 
-def test_a_trainer_slower_than_its_readers_is_warm_after_the_time_of_a_measurement() -> None:
+def test_the_warm_up_of_a_slow_trainer_is_bounded() -> None:
     assert not Warmup(3, 40).is_over(3, elapsed_s=1.0, most_s=2.0)
     assert Warmup(3, 40).is_over(3, elapsed_s=2.0, most_s=2.0)
     assert not Warmup(3, 40).is_over(2, elapsed_s=9.0, most_s=2.0)
 
 
-def test_what_readers_had_read_ahead_is_no_steady_state() -> None:
+def test_samples_read_ahead_are_not_the_steady_state() -> None:
     """Two readers of 1 s a sample cannot keep up with 8 samples/s, however many lie ready."""
     state, number = steady_state(workers=2), 0
     while not state.add(step(number, readers={"blocks": number, "decode_s": 4.0 * number, "read_s": None})):

@@ -39,7 +39,7 @@ VOID = {"meta", "img", "br", "circle", "path"}
 
 
 class Page(HTMLParser):
-    """What a browser makes of the page: its text, and that every element is closed."""
+    """The text of the page; asserts that every element is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def shown(*reports: RunReport) -> Page:
     return Page(page_of(reports, "vesuvius report"))
 
 
-def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) -> None:
+def test_parts_of_the_time_add_up_and_the_first_step_is_separate(tmp_path: Path) -> None:
     start = step(1, step_s=31.0, data_s=30.5)
     paused = step(3, step_s=10.5, other_s=10.04, pause_s=10.0)
     report = reported(write_run(tmp_path / "tiny", [run_start(), start, step(2), paused, step(4)]))
@@ -89,7 +89,7 @@ def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) 
     assert report.facts["samples/s"] == "8.00"
 
 
-def test_a_part_that_is_missing_is_missing_in_the_shares_too(tmp_path: Path) -> None:
+def test_a_missing_part_lowers_the_total_share(tmp_path: Path) -> None:
     """Shares are of the recorded time: were they of their own sum, they would add up whatever is left out."""
     lost = step(2, step_s=0.6)  # 0.1 s in no part
     report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, step_s=0.5), lost, lost | {"step": 3}]))
@@ -97,7 +97,7 @@ def test_a_part_that_is_missing_is_missing_in_the_shares_too(tmp_path: Path) -> 
     assert report.all_tables[0].rows[-1][2] == "88.2 %"
 
 
-def test_what_a_resume_supersedes_is_in_neither_curve_nor_sum(tmp_path: Path) -> None:
+def test_superseded_steps_are_in_neither_curves_nor_sums(tmp_path: Path) -> None:
     first = [
         run_start(),
         *(step(n, loss=100.0 if n > 5 else 1.0) for n in range(1, 9)),
@@ -111,12 +111,12 @@ def test_what_a_resume_supersedes_is_in_neither_curve_nor_sum(tmp_path: Path) ->
     assert charts["loss"].x.tolist() == list(range(1, 11))
     assert charts["loss"].high.max() == 2.0
     assert charts["ram"].high.max() == pytest.approx(1.1)
-    assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, stands where the run was
+    assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, keeps the last step
     (sessions,) = [table.rows for table in report.tables if table.title == "Sessions"]
     assert [row[2:] for row in sessions] == [("0", "8", "exit code 1: crash"), ("5", NOT_KNOWN, NOT_KNOWN)]
 
 
-def test_a_spike_of_one_step_is_seen_among_thousands() -> None:
+def test_a_spike_of_one_step_stays_visible_among_thousands() -> None:
     values = np.ones(50_000)
     values[31_415] = 1000.0
     series = banded("loss", np.arange(50_000), values)
@@ -132,7 +132,7 @@ def test_a_spike_of_one_step_is_seen_among_thousands() -> None:
 
 
 def ticks_of(svg: str) -> dict[float, float]:
-    """Values on the vertical axis, and where the drawing has them."""
+    """Values of the vertical axis and their heights in the drawing."""
     found = re.findall(r'text-anchor: end;[^>]*y="([\d.]+)"[^>]*>([\d.]+)</text>', svg)
     return {float(value): float(y) for y, value in found}
 
@@ -183,7 +183,7 @@ def test_a_terminal_table_fits_100_columns_and_keeps_its_words() -> None:
     assert " ".join(" ".join(row.split()) for row in rows) == f"figure why 1.5 {text} 2.5 short"
 
 
-def test_what_is_not_known_is_neither_zero_nor_drawn(tmp_path: Path) -> None:
+def test_unknown_values_are_neither_zero_nor_drawn(tmp_path: Path) -> None:
     report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, loss=None), step(2, loss=0.5)]))
     assert "peak VRAM" not in report.facts, "the machine has no GPU"
     assert report.facts["best validation error"] == NOT_KNOWN
@@ -194,7 +194,7 @@ def test_what_is_not_known_is_neither_zero_nor_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metrics", ["", '{"kind": "step", "st', "[1]\n7\n{}\n", '{"kind": "step", "step": null}\n'])
-def test_a_run_without_a_whole_record_has_a_page(tmp_path: Path, metrics: str) -> None:
+def test_a_run_without_a_complete_record_has_a_page(tmp_path: Path, metrics: str) -> None:
     run = write_run(tmp_path / "tiny", [])
     (run / "metrics.jsonl").write_text(metrics)
     report = reported(run)
@@ -203,7 +203,7 @@ def test_a_run_without_a_whole_record_has_a_page(tmp_path: Path, metrics: str) -
     assert "No verdict yet" in shown(report).text
 
 
-def test_the_first_facts_say_how_far_it_is_what_is_left_and_what_happened(tmp_path: Path) -> None:
+def test_the_first_facts_are_state_progress_time_left_and_checkpoint(tmp_path: Path) -> None:
     begun = [run_start(), step(1), step(2, eta_s=7200.0)]
     run = write_run(tmp_path / "tiny", [*begun, step(3)])
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-40])
@@ -249,7 +249,7 @@ def test_the_page_shows_text_as_text_and_loads_nothing(tmp_path: Path) -> None:
         assert not any(name.startswith("on") for name in attributes)
 
 
-def test_each_rank_has_a_row_and_its_records_are_no_events(tmp_path: Path) -> None:
+def test_each_rank_has_a_row_and_its_records_are_not_events(tmp_path: Path) -> None:
     def ranks(number: int, slowest: int, comm_s: tuple[float, float]) -> dict[str, object]:
         times = [
             {
@@ -276,7 +276,7 @@ def test_each_rank_has_a_row_and_its_records_are_no_events(tmp_path: Path) -> No
     }
 
 
-def test_two_runs_are_compared_in_what_differs_alone(tmp_path: Path) -> None:
+def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> None:
     for name, rate in (("a", 4), ("b", 8)):
         keys = {"seed": rate, "name": "same"}
         write_run(tmp_path / name, [run_start(), *(step(n, samples=rate) for n in range(1, 4))], **keys)
@@ -293,7 +293,7 @@ def test_two_runs_are_compared_in_what_differs_alone(tmp_path: Path) -> None:
     assert "same" in shown(*reports).text
 
 
-def test_the_command_writes_a_folder_of_its_own_each_time(
+def test_the_command_writes_a_new_folder_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -351,7 +351,7 @@ def test_a_run_of_2000_steps_fits_a_small_page(tmp_path: Path) -> None:
         (None, "", "Killed at step 2 of 10."),
     ],
 )
-def test_of_a_run_that_is_over_the_cause_comes_first_and_no_time_is_left(
+def test_the_page_of_a_run_that_is_over_begins_with_the_cause(
     tmp_path: Path, exit_code: int | None, cause: str, words: str
 ) -> None:
     records = [run_start(), step(1), step(2, steps=10, eta_s=12_900.0), verdict(2)]
@@ -378,7 +378,7 @@ def test_of_a_run_that_is_over_the_cause_comes_first_and_no_time_is_left(
         ((), True),
     ],
 )
-def test_figures_of_time_are_of_the_steps_with_the_last_settings_and_say_which(
+def test_times_are_taken_from_the_steps_with_the_latest_settings(
     tmp_path: Path, lines: Sequence[str], mixed: bool
 ) -> None:
     """20 steps of 0.5 s, then 20 of 2 s in a session of its own."""

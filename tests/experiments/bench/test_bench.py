@@ -95,7 +95,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
     assert (folder / "bench.html").stat().st_size < 200_000
     assert not list(folder.glob("cells/*/checkpoints"))
     trainer = read_config(next(folder.glob("cells/*.yaml")))
-    assert trainer.training.max_hours == pytest.approx(1 / 3), "--limit holds also where the bench is killed"
+    assert trainer.training.max_hours == pytest.approx(1 / 3), "--limit also applies if the bench is killed"
     assert not run_dir(read_config(config)).exists(), "the run itself can still begin"
 
 
@@ -103,14 +103,14 @@ def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides:
     return measure_cell(tmp_path / "cells", read_config(config, overrides), 0.2, limit_s)
 
 
-def test_what_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
+def test_a_cell_that_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
     found = measured(config, tmp_path, _HANG_S, "monitor.ram_limit_gib=0.1")
     assert found.ended == "failed"
     assert "not started: it needs about" in found.cause
     assert not (tmp_path / "cells").exists()
 
 
-def test_a_stop_is_heard_while_the_volumes_do_not_open(
+def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outage = threading.Event()
@@ -131,7 +131,7 @@ def test_a_cell_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wrong", [["--compare", "training.amp=off,b16"], ["--sweep", "training.workers"]])
-def test_a_mistake_is_told_before_anything_runs(config: Path, wrong: list[str]) -> None:
+def test_a_mistake_is_reported_before_anything_runs(config: Path, wrong: list[str]) -> None:
     assert command.main(["--config", str(config), *wrong]) == EXIT_CONFIG
     assert not list(Path("runs").glob("tiny/benches/*/bench.html"))
 

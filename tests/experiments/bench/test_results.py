@@ -30,7 +30,7 @@ Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
 
 
-def test_sweeps_are_crossed_and_comparisons_stand_alone() -> None:
+def test_sweeps_are_crossed_and_compared_keys_change_alone() -> None:
     cells = make_cells(
         [("training.workers", ("0", "1")), ("training.prefetch_factor", ("2", "4"))],
         [("training.amp", ("off", "bf16", "fp16"))],
@@ -100,14 +100,14 @@ def test_two_settings_that_differ_by_a_tenth_are_ordered_rightly_in_ten_of_ten(f
 
 
 @pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
-def test_intervals_hold_the_truth_about_as_often_as_they_say(drift: float) -> None:
+def test_intervals_cover_the_truth_about_as_often_as_stated(drift: float) -> None:
     found = [results(seed, [0.0, 0.02, 0.05], drift)[2].speed for seed in range(200)]
     ends = [each.ends for each in found if each is not None]
     covered = sum(low <= math.expm1(0.05) <= high for low, high in ends) / 200
     assert covered >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
 
 
-def test_every_other_round_is_reversed_and_what_failed_is_left_out_of_later_ones() -> None:
+def test_every_other_round_is_reversed_and_failed_cells_are_left_out() -> None:
     done = list[Measurement]()
 
     def measure(cell: int, round: int) -> Measurement:

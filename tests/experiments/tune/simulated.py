@@ -19,7 +19,7 @@ from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import Search
 
 GIB = 2**30
-GUARD_SHARE = 0.84  # of the limit: where the guard begins, and no block should come
+GUARD_SHARE = 0.84  # of the limit: the threshold of the guard
 BLOCK_S = 10.0
 START_S, CHANGE_S = 20.0, 5.0
 LEAST_STEPS = 3
@@ -38,7 +38,7 @@ SOURCE = Setting(
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What moves the speed of a machine.
+    """Disturbances of the speed of a machine.
 
     Attributes:
         drift: standard deviation of its speed, as a share; it wanders with a time constant of `drift_s`.
@@ -71,7 +71,7 @@ class Machine:
         launch_s: that each micro-batch takes it besides.
         trainer_cores_s: CPU seconds of the trainer for a sample.
         crowding: loss of the readers' rate for each reader beyond the cores, as a share.
-        beside: share of the trainer's time that readers on the same cores lose in a whole run.
+        contention: share of the trainer's time that readers on the same cores lose in a full run.
         burst: batches ahead that bursts of the readers use up: the rate lost is burst / (burst + batches ahead).
         faster: by switch, how many times faster it makes the trainer.
         ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
@@ -93,7 +93,7 @@ class Machine:
     launch_s: float = 0.0
     trainer_cores_s: float = 0.005
     crowding: float = 0.0
-    beside: float = 0.0
+    contention: float = 0.0
     burst: float = 0.0
     faster: dict[str, float] = field(default_factory=dict)
     ram: tuple[float, float, float, float] = (4.0, 0.6, 0.01, 0.02)
@@ -108,7 +108,7 @@ class Machine:
         return hash(self.name)
 
     def space(self, budget_s: float = 6 * 3600.0) -> SearchSpace:
-        """What a tune may do here."""
+        """The search space of this machine."""
         return SearchSpace(
             source=self.source,
             budget_s=budget_s,
@@ -153,7 +153,7 @@ class Machine:
         cores = self.cores / (self.decode_s + self.trainer_cores_s)
         smooth = sum(limit**-12 for limit in (readers, trainer, cores)) ** (-1 / 12)
         bursts = self.burst / (self.burst + self.ahead(setting))
-        return (1 - bursts) / (1 / smooth + self.beside * self.trainer_s(setting))
+        return (1 - bursts) / (1 / smooth + self.contention * self.trainer_s(setting))
 
     def ahead(self, setting: Setting) -> int:
         """Batches put together ahead."""
@@ -164,7 +164,7 @@ class Machine:
         return max(setting.workers, 1) / self.reader_s(setting)[0] * max(1 - self.crowding * crowd, 0.1)
 
     def death(self, setting: Setting) -> tuple[Ended, str] | None:
-        """How a block dies; None where it lives."""
+        """How a block dies; None if it does not."""
         if self.dies_at_workers is not None and setting.workers >= self.dies_at_workers:
             return "killed", "a reader was killed by signal 9"
         if self.ram_bytes(setting) > GUARD_SHARE * self.ram_limit_gib * GIB:
@@ -398,14 +398,14 @@ _SLOW_STORE = Machine(
     decode_s=0.015,
     sample_s=0.01,
     launch_s=0.05,
-    beside=0.5,
+    contention=0.5,
     faster={"compile": 0.95},
     source=replace(SOURCE, workers=1, requests=2, accumulate_steps=4),
     disturbance=_CROWDED,
 )
 BUSY = [
     _SLOW_STORE,
-    replace(_SLOW_STORE, name="busy, 500 ms", read_s=2.0, sample_s=0.02, launch_s=0.02, beside=0.0),
+    replace(_SLOW_STORE, name="busy, 500 ms", read_s=2.0, sample_s=0.02, launch_s=0.02, contention=0.0),
     Machine(
         "busy GPU",
         sample_s=0.3,
@@ -424,7 +424,7 @@ def drifting(machine: Machine, drift: float) -> Machine:
 
 @cache
 def tuned(name: str, seed: int = 0, drift: float = 0.0) -> tuple[Search, Recommendation]:
-    """What half an hour finds on a machine."""
+    """The result of a tune of half an hour on a machine."""
     machine = drifting({**BY_NAME, SLOW.name: SLOW}[name], drift)
     search = tune(machine, seed, machine.space(budget_s=1800.0))
     return search, conclude(search)

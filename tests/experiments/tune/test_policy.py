@@ -38,7 +38,7 @@ def settings_of(search: Search) -> list[Setting]:
 
 
 @pytest.mark.parametrize(("drift", "least", "seeds"), [(0.0, 0.97, 1), (0.05, 0.97, 2), (0.10, 0.95, 2)])
-def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: float, seeds: int) -> None:
+def test_a_tune_ends_near_the_optimum_despite_drift(drift: float, least: float, seeds: int) -> None:
     found = {  # mean share of the optimum
         name: fmean(machine.rate(tuned(name, seed, drift)[1].best) / best_rate(machine) for seed in range(seeds))
         for name, machine in BY_NAME.items()
@@ -84,7 +84,7 @@ def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> Non
     assert {setting.requests for setting in settings_of(search)} == {SOURCE.requests}, "on a disk"
 
 
-def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
+def test_an_unpredicted_death_rules_out_all_settings_as_large() -> None:
     search, found = tuned(DIES.name)
     died = [block.setting.workers for block in search.blocks if block.ended == "killed"]
     assert 1 <= len(died) == len(set(died)) <= 2
@@ -92,7 +92,7 @@ def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
     assert found.best.workers == 6
 
 
-def test_requests_prefetch_and_batches_are_what_store_bursts_and_steps_need() -> None:
+def test_requests_prefetch_and_batches_match_store_bursts_and_steps() -> None:
     best = tuned("data-bound on latency")[1].best
     assert best.requests > SOURCE.requests
     assert best.workers > 1
@@ -104,7 +104,7 @@ def test_requests_prefetch_and_batches_are_what_store_bursts_and_steps_need() ->
     assert (best.workers, best.train_batch_size) == (8, 4), "neither gains alone"
 
 
-def test_switches_are_tried_only_where_they_may_be() -> None:
+def test_switches_are_tried_only_if_allowed() -> None:
     search, machine = tuned("CPU")[0], BY_NAME["CPU"]
     tried = {knob for setting in settings_of(search) for knob in setting.changes(machine.source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "channels_last"})
@@ -122,9 +122,7 @@ def test_switches_are_tried_only_where_they_may_be() -> None:
 
 @pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
 @every_machine
-def test_a_small_budget_recommends_what_it_measured_and_writes_only_what_it_measured_in_pairs(
-    name: str, budget_s: float
-) -> None:
+def test_a_small_budget_writes_only_what_was_measured_in_pairs(name: str, budget_s: float) -> None:
     machine = BY_NAME[name]
     search = tune(machine, 0, machine.space(budget_s=budget_s))
     found = conclude(search)
@@ -158,9 +156,7 @@ def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
 
 @pytest.mark.parametrize("machine", BUSY, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("budget_s", [480.0, 1200.0])
-def test_on_a_busy_machine_and_a_slow_store_what_helps_is_found_and_nothing_slower_is_written(
-    machine: Machine, budget_s: float
-) -> None:
+def test_a_busy_machine_with_a_slow_store_gets_a_faster_config(machine: Machine, budget_s: float) -> None:
     """Rates that vary threefold by themselves, and switches that make steps slower."""
     tunes = [conclude(tune(machine, seed, machine.space(budget_s))) for seed in range(6)]
     for found in tunes:
@@ -172,7 +168,7 @@ def test_on_a_busy_machine_and_a_slow_store_what_helps_is_found_and_nothing_slow
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_to_change_is_said_where_nothing_helps_and_what_more_time_may_settle(seed: int) -> None:
+def test_an_unchanged_config_says_if_more_time_may_settle_it(seed: int) -> None:
     """With a drift of 10 % three pairs hold gains of 20 % and more."""
     machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
     found = conclude(tune(machine))
@@ -202,7 +198,7 @@ TIGHT, WIDE = (-0.01, 0.0, 0.01), (-0.3, 0.0, 0.3)
         (0.60, (-0.6, 0.0, 0.6), "likely"),
     ],
 )
-def test_a_recommendation_is_no_surer_than_the_interval(gain: float, spread: tuple[float, ...], certainty: str) -> None:
+def test_a_recommendation_is_as_certain_as_its_interval(gain: float, spread: tuple[float, ...], certainty: str) -> None:
     search = tune(COMPUTES)
     search.best = MORE
     search.with_base[:] = [((1 + gain) * math.exp(off), 1.0) for off in (*spread, *spread)]
@@ -225,7 +221,7 @@ def test_a_source_that_does_not_fit_or_dies_ends_the_tune_and_says_why() -> None
 
 @pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "VRAM-capped", "CPU", "bursts"])
 @pytest.mark.parametrize("kept", [("workers",), ("prefetch_factor", "compile"), ("train_batch_size",)])
-def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
+def test_no_block_changes_a_kept_knob(name: str, kept: tuple[Knob, ...]) -> None:
     machine = BY_NAME[name]
     search = tune(machine, 0, replace(machine.space(), kept=kept))
     for setting in (conclude(search).best, *settings_of(search)):
@@ -233,7 +229,7 @@ def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple
 
 
 @pytest.mark.parametrize("ended", ["guard", "timeout", "failed"])
-def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None:
+def test_a_setting_that_fails_to_confirm_is_not_taken(ended: Ended) -> None:
     machine = BY_NAME["switches matter"]
 
     class EndsBadly(SimulatedRunner):
@@ -250,7 +246,7 @@ def test_what_ends_badly_when_it_is_confirmed_is_not_taken(ended: Ended) -> None
 
 
 @pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])
-def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time(sample_s: float, workers: int) -> None:
+def test_a_trainer_without_readers_gets_one_if_alternating_costs_time(sample_s: float, workers: int) -> None:
     """One reader is no faster than the trainer that reads, and yet it reads while that computes."""
     machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
     search = tune(machine)
@@ -258,7 +254,7 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     assert (max(setting.workers for setting in settings_of(search)) == 0) == (workers == 0)
 
 
-@pytest.mark.parametrize(("beside", "workers"), [(2.0, 0), (0.0, 1)])
-def test_readers_go_where_what_they_take_from_the_trainer_is_more_than_they_bring(beside: float, workers: int) -> None:
-    machine = Machine("small", decode_s=0.04, sample_s=0.2, beside=beside, source=replace(SOURCE, workers=1))
+@pytest.mark.parametrize(("contention", "workers"), [(2.0, 0), (0.0, 1)])
+def test_readers_are_dropped_if_they_cost_more_than_they_gain(contention: float, workers: int) -> None:
+    machine = Machine("small", decode_s=0.04, sample_s=0.2, contention=contention, source=replace(SOURCE, workers=1))
     assert conclude(tune(machine)).best.workers == workers

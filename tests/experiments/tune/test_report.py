@@ -21,7 +21,7 @@ from vesuvius.experiments.tune.report import (
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
+def test_the_options_are_ordered_and_consistent(name: str) -> None:
     search, found = tuned(name)
     options = build_options(found, search, steps=1000)
     lean, best, fast = options
@@ -39,7 +39,7 @@ def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
     assert len(best.overrides) == len(found.best.changes(search.space.source))
 
 
-def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
+def test_the_headline_states_the_gain_and_its_certainty() -> None:
     search, found = tuned("data-bound on cores")
     source = search.base
     for change, said in (
@@ -72,7 +72,7 @@ def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
     assert "ended by a kill: a reader was killed" in page.text
 
 
-def test_a_dry_run_names_what_may_be_tried_and_what_would_not_be_started() -> None:
+def test_a_dry_run_lists_settings_and_those_that_would_not_be_started() -> None:
     machine = replace(BY_NAME["RAM-capped"], remote=True)
     lines = plan_lines(machine.space(), BiasedPlanner(machine), "box")
     planned = {line.split(":")[0]: line for line in lines}

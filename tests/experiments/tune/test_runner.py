@@ -1,4 +1,4 @@
-"""The lab with real trainers: what one living process measures, and how each end of it is told."""
+"""Real trainers: measurements in one running process, and how each of its ends is reported."""
 
 from __future__ import annotations
 
@@ -145,9 +145,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
 
 
-def test_a_trainer_that_is_killed_or_held_costs_its_block_only_and_a_stop_leaves_no_process(
-    config: Config, trials: Path
-) -> None:
+def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(config: Config, trials: Path) -> None:
     setting = Setting.of(config)
     with closing(TrialRunner(config, trials)) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
@@ -204,7 +202,7 @@ with closing(TrialRunner(config, Path(sys.argv[2]))) as lab:
     assert records_of(trials / "000", "run_end")[-1]["exit_code"] == 75, "in good order"
 
 
-def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -> None:
+def test_an_invalid_setting_is_reported_with_its_cause(config: Config, trials: Path) -> None:
     with closing(TrialRunner(config, trials)) as lab:
         invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
         assert invalid.ended == "failed"

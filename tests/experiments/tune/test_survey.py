@@ -1,4 +1,4 @@
-"""What a tune begins with follows from the config and the machine it runs on."""
+"""The search space of a tune follows from the config and the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def surveyed(config: Config) -> SearchSpace:
     return survey(config, prepare_data(config.seed, config.data), budget_s=1800.0)
 
 
-def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfig) -> None:
+def test_a_local_volume_has_at_most_one_reader_per_core(tiny_config: WriteConfig) -> None:
     space = surveyed(read_config(tiny_config()))
     assert space.most_workers == max(int(usable_cores(os.getpid())), 1)
     assert space.most_requests == space.source.requests, "on a disk"
@@ -56,7 +56,7 @@ def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:
+def test_the_values_of_the_source_are_within_the_caps(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config(training={"workers": 50, "prefetch_factor": 40, "deterministic": True}))
     space = surveyed(config)
     assert (space.most_workers, space.most_prefetch) == (50, 40)
@@ -72,12 +72,12 @@ def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_c
     two, four = replace(source, workers=2), replace(source, workers=4)
     assert planner(source).ram_bytes < planner(two).ram_bytes < planner(four).ram_bytes
     assert planner(source).ram_bytes < planner(replace(source, train_batch_size=4, accumulate_steps=1)).ram_bytes
-    assert planner(source).later_bytes == 0, "nobody hands over where the trainer reads"
+    assert planner(source).later_bytes == 0, "there is no handover if the trainer reads"
     assert 0 < planner(two).later_bytes < planner(four).later_bytes
     assert planner(source).vram_bytes is None
 
 
-def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:
+def test_a_setting_survives_the_round_trip_through_a_config(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config())
     source = Setting.of(config)
     turned = replace(source, workers=3, requests=64, compile=True)
@@ -87,7 +87,7 @@ def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -
     assert in_words(source, source) == "nothing"
 
 
-def test_a_tune_of_auto_begins_with_the_micro_batch_that_a_run_would_take(tiny_config: WriteConfig) -> None:
+def test_a_tune_of_auto_starts_from_the_micro_batch_of_a_run(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config(training={"train_batch_size": "auto", "accumulate_steps": 6, "ranks": 2}))
     setting = Setting.of(with_micro_batch(config))
     assert (setting.train_batch_size, setting.accumulate_steps) == (6, 1)

@@ -33,7 +33,7 @@ def tuned(tmp_path: Path, source: str, *overrides: str, name: str = "x.yaml") ->
     return read_config(path)
 
 
-def test_a_tuned_config_is_a_few_lines_with_a_reason_each() -> None:
+def test_a_tuned_config_has_a_reason_for_each_key() -> None:
     text = tuned_text(
         TOP + "training: {workers: 2}\n",
         "training.workers=6",
@@ -66,7 +66,7 @@ def test_a_tuned_config_is_a_few_lines_with_a_reason_each() -> None:
         ["model={channels: [16, 32]}", "training.checkpoint_levels=[]"],
     ],
 )
-def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: Path, overrides: list[str]) -> None:
+def test_overrides_of_any_form_are_read_back_from_the_tuned_config(tmp_path: Path, overrides: list[str]) -> None:
     source = (
         TOP + "    - path: b.zarr\n      weight: 2\ncluster: {max_restarts: 2}\ntraining: {checkpoint_levels: [1]}\n"
     )
@@ -74,7 +74,7 @@ def test_what_the_command_line_has_set_is_read_back_whatever_its_form(tmp_path: 
     assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
 
 
-def test_a_list_is_written_whole() -> None:
+def test_a_list_is_written_completely() -> None:
     text = tuned_text(TOP, "data.volumes.0.level=1")
     assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*\n    - path: scroll.zarr\n      level: 1", text)
 
@@ -93,7 +93,7 @@ def test_odd_names_of_the_source_survive(tmp_path: Path, name: str) -> None:
     assert tuned(tmp_path, TOP, "training.workers=6", name=name).training.workers == 6
 
 
-def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Path) -> None:
+def test_a_tuned_config_cannot_be_tuned(tmp_path: Path) -> None:
     tuned(tmp_path, TOP, "training.workers=6")
     path = tmp_path / "x.tuned.yaml"
     check_tunable(tmp_path / "x.yaml")
@@ -106,7 +106,7 @@ def test_a_tune_of_a_tuned_config_is_refused_so_that_no_chain_grows(tmp_path: Pa
         check_tunable(path)
 
 
-def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None:
+def test_only_files_written_by_a_tune_are_replaced(tmp_path: Path) -> None:
     source, path = tmp_path / "x.yaml", tmp_path / "x.tuned.yaml"
     path.write_text(tuned_text(TOP))
     check_tunable(source)
@@ -120,6 +120,6 @@ def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None
     assert [file.name for file in tmp_path.iterdir()] == ["x.tuned.yaml"]
 
 
-def test_a_place_that_cannot_be_written_is_known_before_the_first_trial(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported_before_the_first_trial(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is not writable"):
         check_tunable(tmp_path / "missing" / "x.yaml")
