@@ -92,7 +92,7 @@ def test_the_memory_guard_stops_a_run_that_waits_for_a_batch(
     """The limit is far below a trainer's memory: the guard orders an exit at its first sample."""
     config = remote_config(data={"normalize": {"low": 0, "high": 200}}, monitor={"ram_limit_gib": 0.05})
     with Session(config, tmp_path) as session:
-        session.wait_for("INFO diffusion ")
+        session.wait_for("INFO noise ")
         server.set_faults(HANGS)
         assert session.process.wait(timeout=NEVER_S / 5) == 4, session.text()
         assert "memory guard" in session.text()

@@ -98,7 +98,7 @@ def test_a_run_names_sample_and_layer_and_a_replay_equals_the_step_bit_by_bit(
 
     assert train.main(["--config", "tiny.yaml", "--replay", "2"]) == 5
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 2 of tiny, on cpu with amp fp16, weights of ")
+    assert lines[0].startswith("step 2 of tiny on cpu, amp fp16, weights of ")
     losses = [float(line.rpartition("loss ")[2]) for line in lines[1:5]]
     assert [float(f"{loss:.9g}") if math.isfinite(loss) else None for loss in losses] == [
         loss and float(f"{loss:.9g}") for loss in event["losses"]

@@ -176,7 +176,7 @@ def test_volumes_are_kept_if_they_fit_and_are_read_twice(planned: Plan, monkeypa
     assert item_bytes(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need
     assert item_bytes(planned("training.epochs=1000", "data.resident=0.0001")[2], "decoded") == 0
     kept = {"training.epochs=1000", "training.workers=0"}
-    reading = sum(p.size_bytes for p in planned(*kept)[2].parts if p.name == "reading")
+    reading = sum(p.size_bytes for p in planned(*kept)[2].items if p.name == "reading")
     for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
         monkeypatch.setattr(run_plan, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
         assert item_bytes(planned(*kept)[2], "decoded") == expected
