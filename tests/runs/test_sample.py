@@ -377,7 +377,7 @@ def test_existing_output_is_refused_and_replaced_only_if_it_holds_samples(
 
 
 REFUSALS = {
-    ("--steps", "1001"): "sampler_steps must not exceed timesteps; got 1001 of 1000",
+    ("--steps", "1001"): "sampler_steps 1001 exceed timesteps 1000",
     (
         "--steps",
         "many",

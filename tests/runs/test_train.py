@@ -164,7 +164,7 @@ def test_a_run_validates_previews_and_keeps_the_configured_checkpoints(tiny_conf
 BAD_DATA = [
     ("data.volumes=[{path: nowhere.zarr}]", 6, "vesuvius volume synth"),
     ("data.patch_size=[96,128,128]", 6, "reduce data.patch_size"),
-    ("data.patch_size=[7,16,16]", 2, "nearest that fit: [6, 16, 16] and [8, 16, 16]"),
+    ("data.patch_size=[7,16,16]", 2, "the nearest valid sizes are [6, 16, 16] and [8, 16, 16]"),
     ("training.lr=fast", 2, "training.lr"),
     ("trainig.lr=1", 2, "did you mean"),
 ]
