@@ -43,7 +43,7 @@ def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "model.safetensors" for n in ("straight", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
     # How far it is was known before the first step.
-    said = "step 3 of 4, 6 samples, epoch 2 of 2; session 2 after [0-9smhd]+ of training"
+    said = "step 3 of 4, 6 samples, epoch 2 of 2; session 2 after [0-9.smhd ]+ of training"
     assert re.search(said, capsys.readouterr().out.partition("Train step 4")[0])
     last, first = steps_of("parts")[2:]
     assert first["total_s"] > last["total_s"]
