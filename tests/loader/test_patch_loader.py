@@ -382,7 +382,7 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
     ("options", "message"),
     [
         ({"labels": []}, "labels has 0 entries for 1 volumes"),
-        ({"rank": 1}, "rank=1 without world=None"),
+        ({"rank": 1}, "rank=1 and world=None are incomplete"),
         ({"rank": 2, "world": 2}, "rank 2 does not exist with world=2"),
         ({"rank": "0", "world": "2"}, "rank '0' is not an integer"),  # as the environment has them
         ({"epochs": 2}, "epochs=2 needs the length"),

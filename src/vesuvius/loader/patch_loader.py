@@ -296,7 +296,7 @@ def _numbers(name: str, value: Any, count: int, what: str) -> list[Any]:
 def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
     """Return the rank of this process and the number of ranks.  Raises ConfigError for one without the other."""
     if (rank is None) != (world is None):
-        raise ConfigError(f"rank={rank} without world={world} or vice versa; pass both or neither")
+        raise ConfigError(f"rank={rank} and world={world} are incomplete; pass both or neither")
     if rank is None or world is None:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return 0, 1
