@@ -34,12 +34,12 @@ from vesuvius.monitor.probes import files
 from vesuvius.runlog.logfile import _TerminalHandler
 from vesuvius.volume_tools import verify
 
-# Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
-# beside them: each layer then waits for the thread that has no core.
+# Before a test imports torch.  Tiny networks gain nothing from a second thread and lose much if other work runs
+# on the machine: each layer then waits for the thread that has no core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
 
-# Where the tests are started in the background Ctrl-C is ignored, and would be by all that they start.
+# Ctrl-C is ignored if the tests are started in the background, and would be in all their child processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -316,10 +316,10 @@ def test_raw_voxels_need_a_matching_shape_and_dtype(tmp_path: Path, capsys: pyte
         volume.main([*command, "--dtype=pixels"])
     assert volume.main([*command, "--dtype=uint8"]) == 6
     assert volume.main([*command, "--dtype=>i4"]) == 6
-    said = capsys.readouterr().err
-    assert "add --shape Z,Y,X --dtype T if it holds raw voxels" in said
-    assert "argument --dtype: invalid dtype value: 'pixels'" in said
-    assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 needs {voxels.size}; correct --shape" in said
+    errors = capsys.readouterr().err
+    assert "add --shape Z,Y,X --dtype T if it holds raw voxels" in errors
+    assert "argument --dtype: invalid dtype value: 'pixels'" in errors
+    assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 needs {voxels.size}; correct --shape" in errors
     assert volume.main([*command, "--dtype=>i2"]) == 0
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
     assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr", level=1)).voxel_size_um == (16, 15, 14)
@@ -630,7 +630,7 @@ def test_the_memory_of_an_import_is_bounded(tmp_path: Path, compression: str | N
 
 
 IRREGULAR = {
-    # names: what the error says of the first fault, by number and file
+    # names: the error about the first fault
     ("s1", "s2", "s4"): "slice 3 is missing between s2.tif and s4.tif",
     ("s2", "s4", "s6", "s10"): "slice 8 is missing between s6.tif and s10.tif",
     ("s01", "s1", "s2"): "slice 1 occurs twice: s01.tif and s1.tif",

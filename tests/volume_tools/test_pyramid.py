@@ -24,7 +24,7 @@ def test_each_coarse_voxel_is_the_mean_of_existing_voxels(dtype: str, shape: tup
         else (0, 1 if dtype == "bool" else 999)
     )
     voxels = rng.integers(*ends, shape, dtype if dtype in INTEGERS else np.int64, endpoint=True).astype(dtype)
-    voxels[:1] = ends[1]  # as large as can be, and as small: a sum that overflows shows
+    voxels[:1] = ends[1]  # extreme values, to reveal an overflow
     voxels[-1:, :1] = ends[0]
     halved = halve(voxels)
     assert halved.dtype == voxels.dtype
@@ -33,7 +33,7 @@ def test_each_coarse_voxel_is_the_mean_of_existing_voxels(dtype: str, shape: tup
         block = [Fraction(v.item()) for v in voxels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].flat]
         mean = sum(block) / len(block)
         if dtype.startswith("float"):
-            # Eight whole numbers below 1000 add up exactly, so the division and the cast are all that rounds.
+            # Eight integers below 1000 add up exactly, so only the division and the cast round.
             assert halved[z, y, x] == np.float64(float(mean)).astype(dtype)
         else:
             assert int(halved[z, y, x]) == math.floor(mean + Fraction(1, 2))

@@ -154,7 +154,7 @@ def test_an_interrupted_verification_resumes_and_leaves_no_process(
     assert not alive
     (journal,) = cache_home.glob("vesuvius/verify/*")
     with journal.open("a") as file:
-        file.write("<2")  # as a kill amid a number would leave it
+        file.write("<2")  # as left by a kill in the middle of a number
     server.reset()
     done = fork_server.run(command, capture_output=True, text=True)
     assert done.returncode == 6, done.stderr

@@ -63,7 +63,7 @@ def test_every_voxel_maps_to_the_array_voxel_at_its_centre(alignment: Alignment,
     for axis, size in enumerate(alignment.volume_zyx):
         there = [place for place in range(size) if voxel_at(alignment, axis, place) is not None]
         if there and size - 1 - there[-1] < alignment.factors[axis]:
-            there = list(range(there[0], size))  # a rest below a voxel of the array
+            there = list(range(there[0], size))  # a remainder shorter than a voxel of the array
         lo, hi = covered[0][axis], covered[1][axis]
         assert list(range(lo, hi)) == there
     if any(lo >= hi for lo, hi in zip(*covered, strict=True)):
@@ -160,9 +160,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
     "a crop": ({}, {"translation": (40, 60, 80)}, 1, (10, 15, 20)),
     "two boxes of one volume": ({"translation": (40, 0, 8)}, {"translation": (60, 40, 0)}, 1, (5, 10, -2)),
     "it begins before and ends after": ({}, {"shape": (60, 90, 99), "translation": (-40, -8, -4)}, 1, (-10, -2, -1)),
-    "a third of a voxel beside": ({}, {"translation": (41, 59, 81.3)}, 1, (10, 15, 20)),
-    "half a voxel beside": ({}, {"shape": RAW, "translation": 2}, 1, 0),
-    "half a voxel beside, nearer to 0": ({}, {"shape": (60, 90, 99), "translation": (-42, -6, 6)}, 1, (-10, -1, 1)),
+    "off by a third of a voxel": ({}, {"translation": (41, 59, 81.3)}, 1, (10, 15, 20)),
+    "off by half a voxel": ({}, {"shape": RAW, "translation": 2}, 1, 0),
+    "off by half a voxel, nearer to 0": ({}, {"shape": (60, 90, 99), "translation": (-42, -6, 6)}, 1, (-10, -1, 1)),
     "micrometers": ({}, {"scale": 0.004, "translation": (0.04, 0.06, 0.08), "unit": "micrometer"}, 1, (10, 15, 20)),
     "abbreviated units": ({"scale": 0.004, "unit": "um"}, {"unit": "nm", "translation": 40}, 1, 10),
     "twice as coarse": ({}, {"scale": 8, "translation": 0}, 2, 0),
@@ -238,7 +238,7 @@ def test_voxels_and_array_voxels_coincide_in_space(scale: Any, corners: tuple[Tr
         centres = begins[0][axis] + (np.arange(lo, hi) + 0.5) * 4
         corner = begins[1][axis]
         if scales[axis] == 12 and corner - begins[0][axis] == 4:
-            corner -= 4  # read as that of the centres of a pyramid that begins with the volume
+            corner -= 4  # interpreted as a translation of centres
         end = corner + 30 * scales[axis]
         at = corner + found.indices(axis, lo, hi) * scales[axis]
         assert (at <= centres).all()
@@ -250,10 +250,10 @@ def test_voxels_and_array_voxels_coincide_in_space(scale: Any, corners: tuple[Tr
 SHAPES = [
     (RAW, RAW, (1, 1, 1)),
     ((97, 128, 130), (48, 64, 65), (2, 2, 2)),
-    ((100, 1000, 1000), (4, 32, 32), (32, 32, 32)),  # sizes alone would also allow 21 to 33, and 31
+    ((100, 1000, 1000), (4, 32, 32), (32, 32, 32)),  # the sizes alone would also allow 21 to 33
     ((75784, 32693, 32693), (2369, 1022, 1022), (32, 32, 32)),
     ((50, 1000, 1000), (50, 32, 32), (1, 32, 32)),
-    ((64, 2000, 2000), (7, 200, 200), (10, 10, 10)),  # 9, too, would make 7 of 64; but not 200 of 2000
+    ((64, 2000, 2000), (7, 200, 200), (10, 10, 10)),  # 9 also reduces 64 to 7, but not 2000 to 200
 ]
 
 
@@ -355,6 +355,6 @@ def test_copied_boxes_keep_their_position(tmp_path: Path, scaled: bool, first: T
     if scaled:
         coarse = align(opened[0][0], opened[1][1], "labels")
         assert (coarse.factors, coarse.offsets) == ((2, 2, 2), tuple(at))
-    else:  # scales 1 and 2 without a unit may as well be a writer's default next to a real one
+    else:  # scales 1 and 2 without a unit may be a writer's default
         with pytest.raises(DataError, match="one has voxels of size 1 without a unit"):
             align(opened[0][0], opened[1][1], "labels")

@@ -170,7 +170,7 @@ def test_the_occupancy_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str
     array[tuple(absent.get(letter, slice(1, 2)) for letter in order)] = 0
     occupancy = list_chunks(open_at(path, (1,) * (len(order) - 3)))
     assert occupancy.shape == (3, 4, 4)
-    if "t" in order:  # a chunk holds both times, of which one is not empty
+    if "t" in order:  # a chunk contains both time points, one of them not empty
         assert occupancy.all()
     else:
         assert np.argwhere(~occupancy).tolist() == [[1, 3, 0]]

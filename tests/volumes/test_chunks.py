@@ -52,7 +52,7 @@ ZYX = Axes((0, 1, 2))
 def asked_by_zarr(path: Path, name: str, axes: Axes, box: Box) -> Counter[Request]:
     """zarr-python's requests for a box, without the indices of shards."""
     recorder = Recorder(path)
-    with zarr.config.set({"array.sharding_coalesce_max_bytes": 0}):  # each chunk by itself, as before zarr 3.3
+    with zarr.config.set({"array.sharding_coalesce_max_bytes": 0}):  # one request per chunk, as before zarr 3.3
         array = zarr.open_array(recorder, path=name, mode="r")
         recorder.asked.clear()
         array[axes.stored([slice(*pair) for pair in zip(*box, strict=True)], axes.select)]
@@ -70,7 +70,7 @@ class Layout:
     """A stored array, and a box in it.
 
     Attributes:
-        others: axes beside z, y, x: size, chunk, chunks per shard and the index that is read.
+        others: axes other than z, y, x: size, chunk, chunks per shard and the index that is read.
         zyx: where z, y and x are among all axes.
         holes: chunks of zyx that are not stored.
     """

@@ -35,7 +35,7 @@ from vesuvius.volumes.volume import Volume, open_volume
 SHAPE = (16, 16, 16)
 VOXELS = textured(SHAPE)
 WHOLE: Box = ((0, 0, 0), SHAPE)
-PART: Box = ((2, 3, 4), (15, 14, 13))  # touches all chunks, none of them whole
+PART: Box = ((2, 3, 4), (15, 14, 13))  # touches all chunks, but covers none completely
 FAST = StoreConfig(outage_minutes=0.01)
 Address = Callable[[Path], str]
 
@@ -147,7 +147,7 @@ def test_a_truncated_blosc_shard_gives_intact_chunks_or_none(
             continue
         np.testing.assert_array_equal(voxels, VOXELS[part])
         readable += 1
-    last = len(whole) - (len(whole) - 8 * 16) // 8  # where the last chunk begins, of eight alike
+    last = len(whole) - (len(whole) - 8 * 16) // 8  # start of the last of eight equal chunks
     most = 8 if where == "end" else sum(len(whole) - cut >= len(whole) - i * (len(whole) - last) for i in range(8))
     assert readable <= most
     if where == "start" and cut == 500:

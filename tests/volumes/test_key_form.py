@@ -165,7 +165,7 @@ def test_names_that_zarr_ignores_are_not_chunks(tmp_path: Path, names: str, name
 @pytest.mark.parametrize(("zarr_format", "kind"), [(2, "disk"), (3, "http"), (2, "s3")])
 def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format: int, kind: str, s3: Any) -> None:
     path = written(tmp_path / "v.zarr", zarr_format, "/", np.zeros_like(VOXELS))
-    (path / "0/1").mkdir(parents=True)  # folders that a copy has left without their files
+    (path / "0/1").mkdir(parents=True)  # folders left without files by a copy
     (path / "9").mkdir()
     (path / "9.9.9").touch()  # no chunk of this array
     with serving(objects_of(path, "/v")) as web:

@@ -103,9 +103,9 @@ def test_a_stream_logs_the_share_of_nan_once(tmp_path: Path, caplog: pytest.LogC
             assert stream.quarantined == []
     assert np.isfinite(patches).all()
     assert (patches == -5).any()
-    (said,) = [r.getMessage() for r in caplog.records if "NaN or infinity" in r.getMessage()]
-    assert str(tmp_path / "v.zarr") in said
-    assert "% of the voxels read so far; they are read as -5: set data.nan" in said
+    (warning,) = [r.getMessage() for r in caplog.records if "NaN or infinity" in r.getMessage()]
+    assert str(tmp_path / "v.zarr") in warning
+    assert "% of the voxels read so far), read as -5; set data.nan" in warning
 
 
 @pytest.mark.parametrize("nan", ["air", -1000.0])

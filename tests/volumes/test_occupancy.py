@@ -68,7 +68,7 @@ def test_a_listing_finds_exactly_the_stored_chunks(tmp_path: Path, layout: str, 
     name = {"v2": "v2", "v3": "default", "v3-sharded": "default"}[layout]
     options = LAYOUTS[layout] | {"chunk_key_encoding": {"name": name, "separator": separator}}
     path = tmp_path / "v.zarr"
-    for seed in (0, 1):  # a program that keeps a listing fails at the second state
+    for seed in (0, 1):  # a program that caches listings fails at the second state
         shutil.rmtree(path, ignore_errors=True)
         write_array(path, voxels_of(some_chunks(seed)), **options)
         for stray in ("7/7/7", "7.7.7", "c/9/0/0", "0/0/0.partial", "notes/0/0/0"):
@@ -337,7 +337,7 @@ from vesuvius.stream.options import StreamOptions
 config = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), min_foreground=0.5)
 prepared = prepare_data(0, config)
 prepared_s = time.monotonic() - started
-job = replace(prepared.job, stored=())  # the chunks that the sidecar names are not really there
+job = replace(prepared.job, stored=())  # the chunks in the sidecar are not really stored
 with PatchStream(job, StreamOptions(batch_size=2, workers=0)) as stream:
     batch = next(stream)
 assert batch.patches.shape == (2, 72, 136, 136) and not batch.patches.any(), "air"

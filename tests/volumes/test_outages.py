@@ -101,7 +101,7 @@ def test_an_outage_is_logged_every_minute_and_at_its_end(
         server.set_faults([])
         assert [read.result(5) for read in reads] == [DATA] * 8
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 2, "eight reads fail and one line a second is said, the first after 0.3 s"
+    assert len(warnings) == 2, "eight reads fail, with one log line per second, the first after 0.3 s"
     for line in warnings:
         assert line.startswith(f"{address} has not answered since 20")
         assert "503 Service Unavailable (for " in line

@@ -81,13 +81,13 @@ class MetadataCheck:
         self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
         if found is None:
             raise DataError(
-                f"The volume {self._source.shown} is gone: {key} no longer exists (deleted, or its file system is no "
+                f"Cannot read {key} of {self._source.shown}: the volume is gone (deleted, or its file system is no "
                 "longer mounted); restore it, then continue with --resume"
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(
-                f"The volume {self._source.shown} was replaced: the metadata in {key} changed since the start; start a "
-                "new run for another volume"
+                f"Cannot go on reading {self._source.shown}: it has been replaced (the metadata in {key} have changed "
+                "since the start); start a new run for another volume"
             )
         self._known = found
 

@@ -40,7 +40,7 @@ HEADERS: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "neither": lambda body: {},
 }
 _requests = itertools.count()
-# Of servers behind one address that take turns, each with ETags of its own.
+# Servers that take turns behind one address, each with its own ETags.
 BALANCED: dict[str, Callable[[bytes], Mapping[str, str]]] = {
     "etags of 2 servers": lambda body: {"ETag": f'"{next(_requests) % 2}-{zlib.crc32(body):08x}"'},
     "etags of 3 servers": lambda body: {"ETag": f'"{next(_requests) % 3}-{zlib.crc32(body):08x}"'},
@@ -103,7 +103,7 @@ def test_a_shard_replaced_during_a_read_is_one_version_or_the_other(tmp_path: Pa
     """Its chunks have other offsets in the new version: the old index would return another chunk's voxels."""
     old = write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"])
     moved = OLD.copy()
-    moved[:16, :16, :16] = 0  # not stored, so that all others move
+    moved[:16, :16, :16] = 0  # not stored, so that the offsets of all others change
     new = write_array(tmp_path / "b", np.where(moved > 0, NEW, 0).astype("u1"), 16, **LAYOUTS["shards"])
     corners = list(itertools.product((0, 16), (0, 16), (0, 16)))[1:]
     boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners]
@@ -147,7 +147,7 @@ def test_an_object_with_a_new_etag_at_each_request_is_refused_not_damaged(tmp_pa
 def test_a_whole_shard_is_split_by_its_own_index(tmp_path: Path) -> None:
     """An older index is still cached from a partial read."""
     hollow = OLD.copy()
-    hollow[:16, :16, :16] = 0  # not stored: in the other one all chunks lie elsewhere
+    hollow[:16, :16, :16] = 0  # not stored, so that all chunks have other offsets
     old, new = (write_array(tmp_path / n, v, 16, **LAYOUTS["shards"]) for n, v in (("a", hollow), ("b", NEW)))
     with serving(objects := objects_of(old, "/v"), headers=HEADERS["etag"]) as web:
         for cache in (None, tmp_path / "cache"):

@@ -64,7 +64,7 @@ class ShardForm:
         if offset == size == _ABSENT:
             return None
         if size == 0 or offset + size >= _ABSENT or (self._is_first and offset < self.index_bytes):
-            raise ValueError(f"the index of the shard locates the chunk at {size} bytes from byte {offset}")
+            raise ValueError(f"the index of the shard has an invalid entry: {size} bytes from byte {offset}")
         return ByteRange(offset, offset + size, reserved=0 if self._is_first else self.index_bytes)
 
     def present(self, index: Index) -> NDArray[np.bool_]:

@@ -219,7 +219,7 @@ class Source:
                 f"Cannot list the chunks of {self.shown}: web servers cannot list; put a `.chunk_occupancy.npz` next "
                 "to level 0, or set data.foreground.source=level"
             )
-        what = f"the list of {prefix or 'all keys'}"
+        what = f"the listing of {prefix or 'all keys'}"
         try:
             return self._retrier.run(what, read)
         except (BaseError, OSError, ProtocolError) as error:
