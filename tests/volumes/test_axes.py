@@ -204,9 +204,9 @@ def test_width_height_and_depth_are_x_y_and_z(tmp_path: Path, names: list[str]) 
 def test_select_has_an_index_per_other_axis_in_stored_order(tmp_path: Path) -> None:
     stored = write(tmp_path / "v.zarr", "tzcyx", names=list("tzcyx"))
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (2, 0)).read(BOX), stored[2, 3:18, 0, 5:24, 6:20])
-    with pytest.raises(DataError, match=r"got axes t, z, c, y, x of shape .* with select=\[1, 2\]; set"):
+    with pytest.raises(DataError, match=r"select=\[1, 2\] does not fit axes t, z, c, y, x of shape .*; set"):
         open_at(tmp_path / "v.zarr", (1, 2))
-    with pytest.raises(DataError, match=r"got axes t, z, c, y, x .* with select=\[\]; set .* to 2 indices"):
+    with pytest.raises(DataError, match=r"select=\[\] does not fit axes t, z, c, y, x .*; set .* to 2 indices"):
         open_at(tmp_path / "v.zarr")
 
 
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{
         kind: (
             ome_06({"type": kind, kind: value}, systems=ZYX),
-            f"by scale and translation alone; got .* type '{kind}'",
+            f"there is a transformation of type '{kind}'",
         )
         for kind, value in {
             "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]],
@@ -234,12 +234,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         }.items()
     },
     "rotation of 0.4": (multiscale("zyx", "0.4", coordinateTransformations=[ROTATION]), "type 'rotation'"),
-    "no x": (multiscale("zyt", "0.4"), "each once; got axes z, y, t of shape"),
+    "no x": (multiscale("zyt", "0.4"), "once each, not axes z, y, t of shape"),
     "no names of space in 0.6": (
         ome_06(SCALE, systems={"array": [{"name": f"dim_{n}"} for n in range(3)]}),
-        "each once; got axes dim_0, dim_1, dim_2",
+        "once each, not axes dim_0, dim_1, dim_2",
     ),
-    "fewer axes than the array has": (multiscale("yx", "0.4"), "got ValueError: 2 axes for an array of 3"),
+    "fewer axes than the array has": (multiscale("yx", "0.4"), "ValueError: 2 axes for an array of 3"),
     "a coordinate system that is not there": (
         {"ome": {"multiscales": [{"coordinateSystems": [], "datasets": [{"path": "0"}]}]}},
         "Cannot read the multiscales metadata of",
@@ -264,7 +264,7 @@ def test_unsupported_axes_are_refused_in_one_line(tmp_path: Path, kind: str) -> 
     text = str(refusal.value)
     assert "\n" not in text
     assert str(tmp_path / "v.zarr") in text
-    assert text.count("; ") >= 2, "rule, value and remedy"
+    assert "; " in text, "a remedy"
 
 
 def test_contradictory_axis_names_of_group_and_array_are_refused(

@@ -212,7 +212,7 @@ def test_an_index_at_either_end_locates_each_chunk(tmp_path: Path, where: str) -
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "flipped": (lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], "checksum"),
-    "shortened": (lambda data: data[-100:], "has 1028 bytes; got 100"),
+    "shortened": (lambda data: data[-100:], "has 100 bytes instead of 1028"),
 }
 
 
@@ -231,7 +231,9 @@ def test_a_damaged_index_makes_its_region_unreadable(
             grid.shard_index("c/0/0/0")
     for address in (str(path), server.url_of(path)):
         volume = open_volume(ArrayConfig(path=address))
-        with pytest.raises(UnreadableChunkError, match=r"v\.zarr, region z 0:8, y 0:8, x 0:8, chunk \[0, 0, 0\]"):
+        with pytest.raises(
+            UnreadableChunkError, match=r"chunk \[0, 0, 0\] of volume .*v\.zarr, region z 0:8, y 0:8, x 0:8: "
+        ):
             volume.read(CORNER)
     shard.write_bytes(whole)
     np.testing.assert_array_equal(volume.read(CORNER), textured(SHAPE)[:8, :8, :8])
@@ -249,7 +251,7 @@ def test_a_complete_volume_is_read_with_every_index_format(
     np.testing.assert_array_equal(list_chunks(open_volume(ArrayConfig(path=str(path)))), listed)
     volume.stage(stored)
     np.testing.assert_array_equal(volume.read(stored), textured(SHAPE)[3:24, :20])
-    with pytest.raises(DataError, match=r"chunk \[3, 0, 0\] of volume .*v\.zarr is not stored"):
+    with pytest.raises(DataError, match=r"Chunk \[3, 0, 0\] of volume .*v\.zarr is absent"):
         volume.read(((0, 0, 0), SHAPE))
 
 

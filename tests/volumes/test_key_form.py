@@ -131,7 +131,9 @@ def test_a_chunk_under_another_key_is_not_read_as_air(tmp_path: Path, kind: str,
         moved = max(path.glob("2/*/*")).relative_to(path).as_posix()
         move(path, [moved])
         objects["/v/" + moved.replace("/", ".")] = objects.pop("/v/" + moved)
-        with pytest.raises(DataError, match=rf"two forms of key: {moved} is absent, and {moved.replace('/', '.')} is"):
+        with pytest.raises(
+            DataError, match=rf"two key encodings: {moved} is absent, but {moved.replace('/', '.')} exists"
+        ):
             volume.read(((0, 0, 0), VOXELS.shape))
         volume.close()
 

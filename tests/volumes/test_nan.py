@@ -81,7 +81,7 @@ def test_nan_as_error_damages_the_whole_chunk(tmp_path: Path) -> None:
 
 def test_a_replacement_outside_the_dtype_is_refused(tmp_path: Path) -> None:
     write_ct(tmp_path / "v.zarr", "float16")
-    with pytest.raises(DataError, match=r"data.nan=1e\+06 does not fit into the float16 voxels"):
+    with pytest.raises(DataError, match=r"data.nan=1e\+06 does not fit the float16 voxels"):
         opened(tmp_path / "v.zarr", 1e6)
 
 

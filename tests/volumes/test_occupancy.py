@@ -133,9 +133,9 @@ def test_a_sidecar_may_list_shards(tmp_path: Path) -> None:
 BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other shape": (
         lambda path: put_sidecar(path, np.ones((3, 4, 4), bool)),
-        r"grid: bool \(3, 4, 4\), not \(3, 4, 3\)",
+        r"has bool \(3, 4, 4\) instead of bool over the chunk grid \(3, 4, 3\)",
     ),
-    "counts": (lambda path: put_sidecar(path, np.ones(GRID, int)), r"grid: int64 \(3, 4, 3\)"),
+    "counts": (lambda path: put_sidecar(path, np.ones(GRID, int)), r"has int64 \(3, 4, 3\)"),
     "objects": (lambda path: put_sidecar(path, np.array([None])), "is not an npz with `occupancy`"),
     "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "is not an npz with `occupancy`"),
     "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "is not an npz with `occupancy`"),
@@ -313,7 +313,7 @@ def test_a_volume_without_enough_foreground_is_refused(tmp_path: Path) -> None:
     mask = write_array(tmp_path / "mask.zarr", np.zeros((96, 128, 128), "u1"), **STORED_AIR)
     config = data_config(path, min_foreground=0.5)
     masked = config.volumes[0].model_copy(update={"mask": ArrayConfig(path=str(mask))})
-    with pytest.raises(DataError, match=r"data.min_foreground of foreground; got none with 0.5 among 932137 starts in"):
+    with pytest.raises(DataError, match=r"No patch with data.min_foreground=0.5 .* among 932137 starts in"):
         prepare_data(0, config.model_copy(update={"volumes": (masked,)}))
     for chunk in mask.glob("[0-9]/*/*"):
         chunk.unlink()

@@ -151,10 +151,10 @@ REFUSALS = [
     ("empty directory", {}, "neither"),
     ("ome", {"level": 2}, "its levels are 0..1"),
     ("ome with a missing level", {"level": 1}, "Cannot open level 1 of .* is not there"),
-    ("array", {"level": 1}, "level 0 only"),
-    ("2D", {}, "three axes z, y, x; got 2 axes"),
+    ("array", {"level": 1}, "only level 0"),
+    ("2D", {}, "the axes z, y, x, not 2 axes"),
     ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
-    ("5D", {"select": (0, 9)}, "inside the array"),
+    ("5D", {"select": (0, 9)}, r"select=\[0, 9\] does not fit"),
     ("array", {"select": (0,)}, "set data.volumes"),
 ]
 
