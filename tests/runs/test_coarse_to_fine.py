@@ -84,8 +84,8 @@ def test_patch_sized_samples_get_conditions_of_the_same_positions() -> None:
 
 def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refused = {
-        ("fine", "16,40,40", "scan.zarr@1"): "--shape and --condition do not match by the factors of the "
-        "training, 2x2x2: 16x40x40 and 16x40x24;",
+        ("fine", "16,40,40", "scan.zarr@1"): "--shape and --condition do not match with the factors of the "
+        "training run, 2x2x2: 16x40x40 and 16x40x24;",
         (
             "explicit",
             "32,80,47",
