@@ -128,7 +128,7 @@ Planner = Callable[[Setting], Planned]
 """Predicts the memory of a setting.  Pure."""
 
 BlockKind = Literal["run", "readers", "step"]
-"""What a block measures: `run` = the training loop; `readers` = batches taken as soon as they arrive, without a step;
+"""Kind of a measurement: `run` = the training loop; `readers` = batches taken as soon as they arrive, without a step;
 `step` = optimizer steps on one batch while the readers are idle."""
 
 OOM_OUTCOMES: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
