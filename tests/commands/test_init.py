@@ -137,8 +137,8 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     message = capsys.readouterr().err
     for words in (
         "mine.yaml exists and is not replaced",
-        "The run old exists",
-        "because it names the run",
+        "Run old exists",
+        "cannot name a run directory",
     ):
         assert words in message
     assert not Path("configs").exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_terminal import output_on_a_terminal
 from tests.support.memcheck_runs import found_in, memcheck_command, run_memcheck, trainer
+from tests.support.terminal import output_on_a_terminal
 from vesuvius.commands import memcheck
 
 
@@ -27,7 +27,8 @@ def test_without_a_run_the_machine_and_its_active_runs_are_shown(tmp_path: Path)
 def test_a_terminal_is_watched_until_ctrl_c_without_an_error(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny"):
         command = memcheck_command("tiny", "--watch", "0.1")
-        text = output_on_a_terminal(command, tmp_path, interrupt_at=lambda shown: shown.count("run tiny") > 2)
+        code, text = output_on_a_terminal(command, tmp_path, interrupt_at=lambda shown: shown.count("run tiny") > 2)
+    assert code == 0
     assert text.count("run tiny") > 2
     assert "\x1b[" in text
     assert "Traceback" not in text
@@ -48,7 +49,7 @@ def test_conflicting_arguments_exit_2(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as ended:
         memcheck.main(arguments)
     assert ended.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

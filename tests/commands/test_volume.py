@@ -122,7 +122,7 @@ def test_a_wrong_command_line_exits_2_with_a_reason(capsys):
         (["occupancy", "nothing.zarr"], 6, "it does not exist"),
         (["copy", "nothing.zarr", "c.zarr"], 6, "it does not exist"),
         (["copy", "v.zarr", "c.zarr", "--size", "1,1,999"], 2, "is not inside"),
-        (["copy", "v.zarr", "c.tif"], 2, "must end in .zarr"),
+        (["copy", "v.zarr", "c.tif"], 2, "c.tif does not end in .zarr"),
     ],
 )
 def test_errors_have_their_exit_codes_and_print_no_result(tmp_path, monkeypatch, capsys, arguments, code, message):
