@@ -399,7 +399,7 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"device 'cuda:\d+' does not exist"),
         ({"batch_size": 0}, "batch_size 0 is not"),
-        ({"normalize": (3, 3)}, "low must be below high"),
+        ({"normalize": (3, 3)}, "low"),
         ({"augment": True, "patch_size": (8, 16, 16), "min_foreground": 2.0}, "min_foreground"),
     ],
 )
