@@ -136,7 +136,7 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     assert init.main([str(volume), "--name", "a/b"]) == EXIT_CONFIG
     message = capsys.readouterr().err
     for words in (
-        "mine.yaml exists and is not replaced",
+        "mine.yaml already exists",
         "Run old exists",
         "cannot name a run directory",
     ):

@@ -21,7 +21,7 @@ def test_without_a_run_the_machine_and_its_active_runs_are_shown(tmp_path: Path)
     assert found["parts"] == []
     assert found["machine"]["total_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert len(found["machine"]["core_total_s"]) >= 1
-    assert found["remarks"] == ["running below runs/: tiny; try `vesuvius memcheck tiny`"]
+    assert found["remarks"] == ["runs in progress: tiny; try `vesuvius memcheck tiny`"]
 
 
 def test_a_terminal_is_watched_until_ctrl_c_without_an_error(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
         assert volume.main(["info", f"{server.url}/v.zarr", "--json", "--places", "0"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["occupancy"]["present"] is None
-    assert facts["occupancy"]["unknown"] == "a web server cannot list"
+    assert facts["occupancy"]["unknown"] == "web servers cannot be listed"
     assert facts["grey"] is None
 
 

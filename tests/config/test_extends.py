@@ -95,7 +95,7 @@ def test_a_value_over_a_section_replaces_it() -> None:
         ("extends: [base.yaml]", "x.yaml:2: extends: "),
         ('extends: "a\\0b"', "x.yaml:2: extends: "),
         ("training: {extends: base.yaml}", "x.yaml:2: training.extends: unknown key; "),
-        ("extends: x.yaml", "x.yaml:2: extends: files extend each other in a circle (x.yaml -> x.yaml);"),
+        ("extends: x.yaml", "x.yaml:2: extends: files extend each other in a cycle (x.yaml -> x.yaml);"),
     ],
 )
 def test_what_cannot_be_extended_is_refused_at_its_line(line: str, message: str) -> None:

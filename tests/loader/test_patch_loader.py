@@ -395,7 +395,7 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"normalize": "minmax"}, "normalize 'minmax' is not valid"),
         ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
         ({"labels": np.zeros(3)}, "labels has an entry of type ndarray"),
-        ({"device": "gpu"}, "torch does not know device 'gpu'"),
+        ({"device": "gpu"}, "torch does not recognize device 'gpu'"),
         ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"device 'cuda:\d+' does not exist"),
         ({"batch_size": 0}, "batch_size 0 is not"),

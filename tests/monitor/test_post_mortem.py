@@ -118,8 +118,8 @@ def test_remedies_name_overrides_that_exist() -> None:
     [
         (KillCounts(cgroup=1), None, "cgroup", "most likely this one"),
         (KillCounts(cgroup=1), FULL, "machine", "most likely this one"),
-        (KillCounts(cgroup=0, machine=2), FULL, "signal", "no process of this cgroup for memory"),
-        (KillCounts(machine=0), FULL, "signal", "no process of this machine for memory"),
+        (KillCounts(cgroup=0, machine=2), FULL, "signal", "OOM-killed no process of this cgroup"),
+        (KillCounts(machine=0), FULL, "signal", "OOM-killed no process of this machine"),
         (KillCounts(machine=2), FULL, "machine", "nearly full"),
         (KillCounts(machine=2), NEAR, "cgroup", "nearly full"),
         (KillCounts(machine=2), ROOMY, "unknown", "which ones is unknown"),
@@ -338,7 +338,7 @@ def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) 
         assert in_cgroup(cgroup, DYING, run).returncode == -9
         by_count = in_cgroup(cgroup, EXAMINE, run)  # from the same container
     assert by_count.returncode == 0, by_count.stderr
-    assert by_count.stdout.startswith("cgroup | the kernel killed 1 process of this cgroup for memory")
+    assert by_count.stdout.startswith("cgroup | the kernel OOM-killed 1 process of this cgroup")
     assert "training.train_batch_size" in by_count.stdout, "there are no readers to do without"
     # From another cgroup, it could have been any process.
     elsewhere = examine_run(run)

@@ -143,7 +143,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR), {"workers": 4}, "decoding", "", "0.1 cores"),
     (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 cores was used up in 40.0 % of its"),
     # disk and store
-    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 %, but with 15.0 % of a core each"),
+    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 %, each with only 15.0 % of a core"),
     (hungry(reader_cores=0.3, idle_cores=0.2), {}, "decoding", "", ""),
     (
         far(),  # 180 s of waiting, 16 in flight, 20,000 requests
@@ -171,7 +171,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     # the trainer reads itself
     (hungry(decode_s=97.0, reader_cores=None), {"workers": 0}, "workers too few", "training.workers=2", ""),
     # volumes in memory
-    (hungry(decode_s=97.0, reader_cores=None), {"workers": 0, "resident": True}, "first pass", "", "stays in memory"),
+    (hungry(decode_s=97.0, reader_cores=None), {"workers": 0, "resident": True}, "first pass", "", "stay in memory"),
     (window(data_s=40.0, cut_s=9.0), {"workers": 0, "resident": True}, "cutting", "", ""),
     (
         window(other_s=30.0),

@@ -186,8 +186,8 @@ def test_unwritable_events_cause_one_warning(tmp_path: Path, caplog: pytest.LogC
             for step in range(2, 600):
                 tracker.take(step_record(step))
         (line,) = warnings(caplog)
-        assert "TensorBoard does not accept this run's figures: OSError: [Errno 28] No space left on device" in line
-        assert line.endswith("metrics.jsonl has all figures")
+        assert "TensorBoard rejects the metrics of this run: OSError: [Errno 28] No space left on device" in line
+        assert line.endswith("metrics.jsonl has all metrics")
         ballast.unlink()
         write(disk, START | {"step": 1}, step_record(2))
         assert read(disk / "tb").Scalars("train/loss")[-1].step == 2, "the next session writes again"
@@ -277,8 +277,8 @@ def test_a_failing_tracker_causes_one_warning(
         monkeypatch.setattr(trackers, "_CLOSE_S", 0.5)
     tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END)
     assert warnings(caplog) == [
-        f"monitor.trackers wandb does not accept this run's figures: {cause}; the run continues, and metrics.jsonl has "
-        "all figures"
+        f"monitor.trackers wandb rejects the metrics of this run: {cause}; the run continues, and metrics.jsonl has "
+        "all metrics"
     ]
 
 

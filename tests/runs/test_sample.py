@@ -371,7 +371,7 @@ def test_existing_output_is_refused_and_replaced_only_if_it_holds_samples(
     assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
     (out / "notes.txt").write_text("mine")
     assert ends("--out", out, "--count", 1, "--overwrite") == 2
-    assert "holds other files than samples" in capsys.readouterr().err
+    assert "holds files other than samples" in capsys.readouterr().err
     assert len(Samples(out).voxels()) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

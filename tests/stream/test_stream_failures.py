@@ -63,7 +63,7 @@ def test_a_ray_that_survives_being_killed_is_abandoned(
     never.set()
     assert called == ["kill", "leave"]
     assert "killing a private Ray" in caplog.text
-    assert "is abandoned" in caplog.text
+    assert "giving up on it" in caplog.text
     with pytest.raises(ConfigError, match="Cannot start Ray: an earlier Ray"):
         ray_session.Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
 

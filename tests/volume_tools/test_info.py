@@ -114,13 +114,13 @@ def test_the_occupancy_on_a_web_server_is_unknown_not_0(tmp_path: Path) -> None:
         facts = look(f"{server.url}/v.zarr", listing=True, num_boxes=100)
         occupancy, grey = facts.occupancy, facts.grey
         assert occupancy.present is None
-        assert occupancy.unknown == "a web server cannot list"
+        assert occupancy.unknown == "web servers cannot be listed"
         assert grey is not None
         assert (grey.tried, grey.found, grey.places) == (27, 24, 24), "all chunks were asked for, once each"
         np.savez(path / "0" / ".chunk_occupancy.npz", occupancy=stored, signature=np.array(""))
         facts = look(f"{server.url}/v.zarr")
         assert (facts.occupancy.present, facts.occupancy.source) == (24, "sidecar")
-        with pytest.raises(DataError, match="web servers cannot list"):
+        with pytest.raises(DataError, match="web servers cannot be listed"):
             make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "o.npz", QUICK)
         with pytest.raises(ConfigError, match="add --out FILE"):
             make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), None, QUICK)

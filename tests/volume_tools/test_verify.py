@@ -149,7 +149,7 @@ def test_an_interrupted_verification_resumes_and_leaves_no_process(
         process.send_signal(number)
         _, error = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), error
-    assert number == signal.SIGKILL or "the same command continues" in error
+    assert number == signal.SIGKILL or "run the same command again to continue" in error
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     (journal,) = cache_home.glob("vesuvius/verify/*")

@@ -305,7 +305,7 @@ def test_a_crop_without_a_translation_starts_at_the_first_voxel_with_a_warning(
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "elsewhere": ({}, {"translation": (400, 0, 0)}, "they do not overlap"),
     "no simple factor": ({}, {"scale": 4.3}, "the factor 1.075 along z is not a ratio of small integers"),
-    "another unit by mistake": ({}, {"scale": 4, "unit": "micrometer"}, "the whole volume would lie in one voxel"),
+    "another unit by mistake": ({}, {"scale": 4, "unit": "micrometer"}, "the volume would lie in a single voxel"),
     "a unit in one, not the same": ({"unit": "micrometer"}, {"unit": None, "scale": 4000}, "only one has a unit"),
     "units that are not known": (
         {"unit": "voxel"}, {"unit": "pixel"}, "their units voxel and pixel cannot be compared",

@@ -60,7 +60,7 @@ def test_a_long_outage_ends_with_its_start_cause_and_remedy(server: ChunkServer,
     assert text.startswith("Cannot reach the store: Server returned non-2xx ")
     for words in (
         "500 Internal Server Error",
-        f"tries of data in {address}), since 20",
+        f"attempts of data in {address}), since 20",
         "outage_minutes=0.02; ",
         "--resume",
     ):
@@ -107,7 +107,7 @@ def test_an_outage_is_logged_every_minute_and_at_its_end(
         assert line.startswith(f"{address} has not answered since 20")
         assert "503 Service Unavailable (for " in line
     (info,) = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
-    assert re.fullmatch(rf"{address} answers again after [23][\d.]* s", info)
+    assert re.fullmatch(rf"{address} responds again after [23][\d.]* s", info)
 
 
 def test_a_store_that_never_answered_is_given_up_early(

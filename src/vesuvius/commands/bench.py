@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="vesuvius bench",
-        description="Compare the speed of settings, each in a process of its own, in rounds, so that drift of the "
+        description="Compare the speed of settings, each in its own process and in rounds, so that drift of the "
         "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
         "runs/NAME/benches/.",
         common=("config", "sweep", "compare", "ranks", "rounds"),
@@ -60,16 +60,16 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="values of a key; several sweeps are crossed",
+        help="values of one key; several sweeps form a grid",
     )
     parser.add_argument(
         "--compare",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="values of a key, all other keys as in the baseline",
+        help="values of one key; all other keys stay at the baseline",
     )
-    parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks to compare")
+    parser.add_argument("--ranks", metavar="1,2,4,8", help="rank counts to compare")
     parser.add_argument(
         "--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds over all settings (default: {_ROUNDS})"
     )

@@ -51,7 +51,7 @@ COMMANDS = {
     "quarantine": "list the chunks that a run could not read, or clear the list",
     "doctor": "check whether this machine can train, with a remedy for each problem",
     "profile": "show where the time of a training step goes, and what to try",
-    "bench": "compare the speed of settings or numbers of ranks",
+    "bench": "compare the speed of settings or rank counts",
     "report": "write an HTML page with the curves and events of runs",
     "memcheck": "show the memory of a run, its limits, and how close it is to them",
 }

@@ -15,8 +15,8 @@ def main(argv: list[str]) -> int:
     """Parse the command line and run the checks.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius doctor",
-        description="Check this machine, and with --config the needs of that config.  Each line is ok, warn or fail, "
-        "with a finding and a remedy.  Takes at most 30 s and leaves nothing behind.",
+        description="Check this machine and, with --config, whether it fits that config.  Each line is ok, warn, fail, "
+        "with a finding and a remedy.  Takes at most 30 s and leaves no files.",
         epilog="exit codes: 0 = no line is fail, 1 = a line is fail, 2 = usage",
         examples=("vesuvius doctor", "vesuvius doctor --config configs/demo.yaml"),
     )
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
             say(line("ok", "config", f"{args.config}: {config.name}", ""))
         except ConfigError as error:
             failed = True
-            say(line("fail", "config", one_line(error, 400), "correct it; only the machine is checked now"))
+            say(line("fail", "config", one_line(error, 400), "correct the config; only the machine was checked"))
     # The checks report what the package would log, such as an outage or a slow disk.
     logging.getLogger("vesuvius").setLevel(logging.CRITICAL)
     from vesuvius.doctor.examination import examination

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         ),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
-    parser.add_argument("--count", type=at_least(16), default=64, help="patches per kind (default: 64)")
+    parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")
     parser.add_argument(
         "--generated",
         type=Path,
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
     parser.add_argument("--batch-size", type=positive, default=4, help="patches computed at once (default: 4)")
-    parser.add_argument("--weights", default="ema", metavar="NAME", help="as in vesuvius sample (default: ema)")
+    parser.add_argument("--weights", default="ema", metavar="NAME", help="see vesuvius sample (default: ema)")
     parser.add_argument(
         "--classifier-steps", type=positive, default=200, help="training steps of each classifier (default: 200)"
     )

@@ -33,12 +33,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--level",
         type=natural,
-        help="level of an OME-Zarr pyramid, 0 = finest (default: the finest whose patches show 0.3 mm on this machine)",
+        help="level of an OME-Zarr pyramid, 0 = finest (default: the finest whose patches span 0.3 mm on this machine)",
     )
     parser.add_argument(
         "--select", type=naturals, default=(), metavar="I,...", help="index for each axis other than z, y, x"
     )
-    parser.add_argument("--name", help="name of the run (default: from the volume's name)")
+    parser.add_argument("--name", help="name of the run (default: derived from the volume's name)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: configs/NAME.yaml)")
     args = parser.parse_args(argv)
     name = args.name or default_name(args.volume)
@@ -76,7 +76,7 @@ def _check_new(name: str, out: Path) -> None:
     """Raise ConfigError if a config or a run of this name exists."""
     parse_config(f"name: {name!r}\ndata: {{volumes: [{{path: volume}}]}}", source="--name")
     if os.path.lexists(out):
-        raise ConfigError(f"{out} exists and is not replaced; choose another --out or --name")
+        raise ConfigError(f"{out} already exists; choose another --out or --name")
     if (runs_root() / name).exists():
         raise ConfigError(f"Run {name} exists; choose another --name")
 

@@ -64,7 +64,7 @@ def _runs_at_work() -> tuple[str, ...]:
     """Return a line that names the active runs below `runs/`; empty if there are none."""
     sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
     names = [name for name, session in sessions if session and session.end_time is None and is_alive(session)]
-    return (f"running below runs/: {', '.join(names)}; try `vesuvius memcheck {names[0]}`",) if names else ()
+    return (f"runs in progress: {', '.join(names)}; try `vesuvius memcheck {names[0]}`",) if names else ()
 
 
 def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     """Parse the command line and profile.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius profile",
-        description="Train some steps and show where their time goes, which settings to try and which would not help.  "
+        description="Train a few steps and show where their time goes, which settings to try and which will not help.  "
         "Writes a page to runs/NAME/profiles/.",
         examples=(
             "vesuvius profile --config configs/demo.yaml",

@@ -19,7 +19,7 @@ def report(argv: list[str]) -> int:
     """Parse the command line and write the report.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius report",
-        description="Write the records of one or more runs, also of running ones, as a self-contained HTML page: "
+        description="Write one or more runs, finished or in progress, as a self-contained HTML page: "
         "verdict, time, losses, memory, events, previews, config.",
         examples=("vesuvius report demo --serve", "vesuvius report demo other-run --out comparison"),
     )
@@ -41,7 +41,7 @@ def report(argv: list[str]) -> int:
         say(str(write_report(runs, args.out, command) / "report.html"))
         return EXIT_OK
     with open_server(LivePage(runs, command), args.serve) as server:
-        say(f"http://{HOST}:{server.server_port}/ (Ctrl-C ends it)")
+        say(f"http://{HOST}:{server.server_port}/ (Ctrl-C to stop)")
         server.serve_forever()
     return EXIT_OK
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 KEYS = {
     "sampler": ("diffusion.sampler", "ddim, ddpm (ancestral), dpmpp2m or heun"),
     "steps": ("diffusion.sampler_steps", "sampling steps"),
-    "clip": ("diffusion.sampler_clip", "limit of |x_0| in each step, in model values; null = none"),
-    "guidance": ("diffusion.sampler_guidance", "classifier-free guidance: 1 = plain condition, 0 = none"),
+    "clip": ("diffusion.sampler_clip", "limit on |x_0| in each step, in model values; null = none"),
+    "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
     "correction": (
         "diffusion.sampler_correction",
         "factor on the network's correction: 1 = as trained, more = sharper",
@@ -54,7 +54,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="vesuvius sample",
         description="Generate patches with a trained model, or a volume of any size (--shape, or an --out that ends in "
-        ".zarr).  Patches come as samples.zarr with montage.png; a given seed always gives the same samples.",
+        ".zarr).  Patches are written to samples.zarr, with a montage.png; the same seed gives the same samples.",
         common=("checkpoint", "count", "seed", "out", "shape", "condition", "dry_run"),
         examples=(
             "vesuvius sample --checkpoint demo --count 8",
@@ -91,14 +91,14 @@ def _parser() -> Parser:
         type=natural,
         default=0,
         metavar="N",
-        help="index of the training volume that gives grey values and condition (default: 0)",
+        help="index of the training volume whose grey values and condition are used (default: 0)",
     )
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
     volumes.add_argument(
         "--shape",
         type=triple(1, "256,512,512"),
         metavar="Z,Y,X",
-        help="voxels (default: those of --condition or --box)",
+        help="size in voxels (default: that of --condition or --box)",
     )
     volumes.add_argument(
         "--condition",
@@ -122,12 +122,12 @@ def _parser() -> Parser:
         "--mask",
         type=array,
         metavar="VOLUME",
-        help="voxels of --inpaint to fill are nonzero here (default: fill missing chunks)",
+        help="zarr volume whose nonzero voxels mark what to fill (default: missing chunks)",
     )
     volumes.add_argument(
         "--rounds",
         type=positive,
-        help="network calls per step of --inpaint; more improve the borders (default: 4)",
+        help="network evaluations per step of --inpaint; more improve the borders (default: 4)",
     )
     volumes.add_argument(
         "--overlap",
@@ -156,7 +156,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         "--guide",
         type=Path,
         metavar="CHECKPOINT",
-        help="earlier checkpoint of the run; --correction amplifies what was learned since",
+        help="earlier checkpoint of the run; --correction amplifies the change since then",
     )
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
@@ -187,7 +187,7 @@ def _box(text: str) -> Box:
     numbers = [int(part) for part in found.groups()] if found else []
     if not found or any(lo >= hi for lo, hi in zip(numbers[::2], numbers[1::2], strict=True)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not first:end along z, y and x, in voxels; try 0:64,128:384,128:384"
+            f"{text!r} is not start:stop along z, y and x, in voxels; try 0:64,128:384,128:384"
         )
     z0, z1, y0, y1, x0, x1 = numbers
     return (z0, y0, x0), (z1, y1, x1)

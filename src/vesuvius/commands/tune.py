@@ -83,5 +83,5 @@ def duration(text: str) -> float:
     hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
     total_s = 3600 * hours + 60 * minutes + seconds
     if total_s < _LEAST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least a minute, such as 90s, 30m or 1h30m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration of at least a minute, such as 90s, 30m or 1h30m")
     return total_s

@@ -31,7 +31,7 @@ class ForegroundConfig(Section):
 
     source: Literal["chunks", "level"] = Field(
         default="chunks",
-        description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels",
+        description="chunks = stored chunks (sidecar or listing); level = voxels of a coarser level",
     )
     level: PositiveInt = Field(default=5, description="level of the same pyramid for source: level")
     threshold: float = Field(
@@ -42,17 +42,15 @@ class ForegroundConfig(Section):
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from."""
 
-    weight: float = Field(
-        default=1.0, gt=0, description="share of the regions drawn from this volume, relative to the others"
-    )
+    weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
     mask: ArrayConfig | None = Field(
-        default=None, description="volume whose nonzero voxels are foreground; aligned as a condition is"
+        default=None, description="volume whose nonzero voxels are foreground; aligned like a condition"
     )
     min_foreground: float | None = Field(
-        default=None, ge=0, le=1, description="data.min_foreground for this volume; null = the common value"
+        default=None, ge=0, le=1, description="overrides data.min_foreground for this volume; null = no override"
     )
     foreground: ForegroundConfig | None = Field(
-        default=None, description="data.foreground for this volume; null = the common value"
+        default=None, description="overrides data.foreground for this volume; null = no override"
     )
     condition: ArrayConfig | None = Field(
         default=None,
@@ -84,7 +82,7 @@ class NormalizeConfig(Section):
         if (self.low is None) != (self.high is None):
             yield "only one of low and high is set; set both, or neither to have them estimated"
         if self.low is not None and self.high is not None and self.low >= self.high:
-            yield f"low {self.low} is not below high {self.high}; exchange or change them"
+            yield f"low {self.low} is not below high {self.high}; swap or change them"
 
 
 class ValidationConfig(Section):
@@ -94,7 +92,7 @@ class ValidationConfig(Section):
         default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
     )
     gap: float = Field(
-        default=1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
+        default=1.0, ge=0, description="patches between training and validation; below 1, they may share texture"
     )
 
 
@@ -137,7 +135,7 @@ class DataConfig(Section):
     resident: Literal["auto"] | NonNegativeFloat = Field(
         default="auto",
         description="keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit "
-        "and it pays; a number = up to so many GiB; 0 = never",
+        "and it saves time; a number = up to that many GiB; 0 = never",
     )
     patches_per_region: PositiveInt | None = Field(
         default=None,
@@ -158,7 +156,7 @@ class DataConfig(Section):
     )
     foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="definition of foreground")
     missing_chunk: Literal["air", "error"] = Field(
-        default="air", description="missing chunks are air (the fill value), or an error that ends the run with exit 6"
+        default="air", description="air = missing chunks have the fill value; error = they end the run with exit 6"
     )
     nan: Literal["air", "error"] | float = Field(
         default="air",
@@ -166,12 +164,12 @@ class DataConfig(Section):
         "treat as damage",
     )
     max_quarantined: NonNegativeInt = Field(
-        default=32, description="unreadable regions that are replaced with others; one more ends the run with exit 6"
+        default=32, description="limit on unreadable regions, which are replaced; one more ends the run with exit 6"
     )
-    store: StoreConfig = Field(default=StoreConfig(), description="reading of chunks")
+    store: StoreConfig = Field(default=StoreConfig(), description="how chunks are read")
     augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
-    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values to model values")
-    condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="grey values of the condition")
+    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="scaling of grey values to model values")
+    condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="the same for the condition")
     condition_classes: PositiveInt | None = Field(
         default=None,
         description="the condition holds labels of n classes, encoded as n channels of 0 and 1; null = grey values",
@@ -179,7 +177,7 @@ class DataConfig(Section):
     condition_values: tuple[int, ...] | None = Field(
         default=None, description="stored label of each class, in order; null = 0 ... n-1"
     )
-    validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out part")
+    validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out data")
 
     @property
     def labels(self) -> tuple[int, ...] | None:

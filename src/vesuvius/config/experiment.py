@@ -34,7 +34,7 @@ class MonitorConfig(Section):
     sample_every_s: float = Field(1.0, ge=0.5, le=10, description="seconds between samples of memory, CPUs and GPUs")
     tensorboard: bool = Field(True, description="also write the records of metrics.jsonl to tb/ for TensorBoard")
     trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
-        (), description="also send the figures to Weights & Biases or MLflow (needs their package)"
+        (), description="also send metrics to Weights & Biases or MLflow (needs their package)"
     )
     prometheus_port: Port | HostAndPort | None = Field(
         None,
@@ -74,7 +74,7 @@ class ClusterConfig(Section):
         "auto",
         description="where readers run: same = on the trainer's node; auto = same for several ranks, otherwise any",
     )
-    max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
+    max_restarts: NonNegativeInt = Field(10, description="limit on restarts from the last checkpoint after lost ranks")
     rank_timeout_minutes: float = Field(
         30.0, gt=0, description="longest wait of a rank for other ranks, for validation on rank 0, or for nodes"
     )
@@ -86,10 +86,10 @@ class Config(Section):
     name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
     seed: NonNegativeInt = Field(0, description="seed of all randomness: weights, order of samples, noise")
     data: DataConfig = Field(description="source and order of the patches")
-    training: TrainingConfig = Field(TrainingConfig(), description="the loop")
-    diffusion: DiffusionConfig = Field(DiffusionConfig(), description="schedule and sampler")
+    training: TrainingConfig = Field(TrainingConfig(), description="training loop")
+    diffusion: DiffusionConfig = Field(DiffusionConfig(), description="noise schedule and sampler")
     model: ModelConfig = Field(ModelConfig(), description="the network")
-    monitor: MonitorConfig = Field(MonitorConfig(), description="memory figures")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="monitoring of memory, CPUs and GPUs")
     cluster: ClusterConfig = Field(ClusterConfig(), description="Ray cluster and ranks")
 
     def with_training(self, **changes: Any) -> Self:

@@ -207,7 +207,7 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
         chain.append(path)
         if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
             circle = " -> ".join(map(str, chain))
-            raise ConfigError(f"{here}files extend each other in a circle ({circle}); remove one")
+            raise ConfigError(f"{here}files extend each other in a cycle ({circle}); remove one")
 
 
 def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class TrainingConfig(Section):
     train_batch_size: PositiveInt | Literal["auto"] = Field(
         1,
         description="patches per micro-batch, on the GPU at once; auto = as many of the accumulate_steps patches as "
-        "fit into memory by plan, and fewer after an out-of-memory error",
+        "the memory plan allows, and fewer after an out-of-memory error",
     )
     accumulate_steps: PositiveInt = Field(
         1,
@@ -116,7 +116,7 @@ class TrainingConfig(Section):
     cudnn_benchmark: bool = Field(True, description="let cuDNN choose its kernels by timing them once")
     deterministic: bool = Field(False, description="bit-reproducible kernels: exact resume on a GPU too; slower")
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon = orthogonalized momentum for kernels (less memory), AdamW for all else"
+        "adamw", description="muon = orthogonalized momentum for kernels (less memory), AdamW for the rest"
     )
     lr: float = Field(1e-4, gt=0, description="peak learning rate of both optimizers")
     lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
@@ -144,7 +144,7 @@ class TrainingConfig(Section):
     )
     validate_patches: PositiveInt = Field(16, description="held-out patches per validation, each at 8 noise levels")
     preview_every: NonNegativeInt = Field(
-        0, description="steps between sample pictures, plus one after 90 s and one at the end; 0 = none"
+        0, description="steps between previews, plus one after 90 s and one at the end; 0 = none"
     )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
     autotune: Literal["off", "act"] = Field(
@@ -172,7 +172,7 @@ SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
 class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
-    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels of the schedule")
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="number of noise levels")
     noise: Literal["spectral", "cosine", "linear"] = Field(
         "spectral",
         description="noise levels: spectral = uniform in log-SNR over the range that the data's power spectrum needs; "
@@ -204,7 +204,7 @@ class DiffusionConfig(Section):
         "ddpm need 40 or more",
     )
     sampler_clip: float | None = Field(
-        None, gt=0, description="limit of |x_0| in each step, in model values; null = none"
+        None, gt=0, description="limit on |x_0| in each step, in model values; null = none"
     )
     sampler_guidance: float = Field(
         1.0,

@@ -45,11 +45,11 @@ Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).c
 
 @dataclass(frozen=True)
 class Check:
-    """A check."""
+    """A check and its remedy if it hangs."""
 
     name: str
     run: Callable[[], Finding]  # an exception counts as a failure
-    if_late: str = "find out what it waits for"  # remedy if it hangs
+    if_late: str = "find out what it is waiting for"  # remedy if it hangs
     late: Level = "fail"  # level if it hangs
 
 
@@ -106,7 +106,7 @@ def checks_of(config: Config | None) -> list[Check]:
         Check("versions", host.check_versions),
         Check("cores", lambda: host.check_cores(config.training.workers if config else None, _ranks(config))),
         Check("memory", host.check_memory),
-        Check("disk", lambda: _disk(config), "a mount hangs: set VESUVIUS_RUNS elsewhere"),
+        Check("disk", lambda: _disk(config), "a mount hangs; set VESUVIUS_RUNS to another folder"),
         *of_config,
         Check("/dev/shm", lambda: _shm(config, opened) if needs_ray else no_ray),
         Check("torch", check_torch),
@@ -171,7 +171,7 @@ def _limits(config: Config) -> Finding:
     from vesuvius.training.forecast.preflight import check_limits
 
     check_limits(config, _ranks(config), 0)
-    return Finding("ok", "enough processes and threads may be started")
+    return Finding("ok", "the limit on processes and threads is high enough")
 
 
 def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
@@ -225,7 +225,7 @@ def start_ray(address: str | None, within_s: float) -> Finding:
     began, where = time.monotonic(), f"the cluster at {address}" if address else "a private Ray"
     command, failed = (
         [sys.executable, "-c", _RAY, address or ""],
-        "see the message; training.workers=0 runs without Ray",
+        "correct this, or set training.workers=0 to run without Ray",
     )
     # Not a pipe: Ray's daemons would keep it open.
     with (

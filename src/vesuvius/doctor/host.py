@@ -43,7 +43,7 @@ def check_versions() -> Finding:
     """Check Python and packages against the requirements, and that no other distribution has our import name."""
     if (version := installed_version("vesuvius")) is not None:  # they overwrite each other
         value = f"the distribution 'vesuvius' {version} is installed as well and uses the same import name"
-        return Finding("fail", value, "uninstall it and reinstall ours, or use a fresh virtual environment")
+        return Finding("fail", value, "uninstall it and reinstall this one, or use a fresh virtual environment")
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:

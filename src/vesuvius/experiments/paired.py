@@ -2,7 +2,7 @@
 
 Settings alternate (A B, B A, A B, ..., or all cells once a round, every other round in reverse), so drift that is slow
 compared with a pair cancels in the difference of two neighbours.  The interval is Student's around the mean difference,
-corrected for multiple tests: a tune may stop at each of several looks, so each look has the level of Pocock's boundary
+corrected for multiple tests: a tune may stop at each of several tests, so each test has the level of Pocock's boundary
 (S. J. Pocock, Biometrika 64, 191, 1977); a bench divides its 5 % among the cells that it compares (Bonferroni).
 """
 
@@ -61,7 +61,7 @@ class Comparison:
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
-    """Compare two settings with the pairs up to the last look (3, 4, 5, ... pairs).
+    """Compare two settings with the pairs up to the last test (after 3, 4, 5, ... pairs).
 
     Args:
         pairs: samples/s of A and of B, at least one pair.

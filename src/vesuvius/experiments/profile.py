@@ -154,7 +154,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
             os.environ["VESUVIUS_RUNS"] = before
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if observed.verdict is None:
-        error = VesuviusError(f"the run ended before the profile had its steps: exit code {code}; see {folder}/logs")
+        error = VesuviusError(f"the run ended before all steps were profiled: exit code {code}; see {folder}/logs")
         error.exit_code = code or error.exit_code
         raise error
     tune = shlex.join(["vesuvius", "tune", "--config", str(source)])
@@ -183,10 +183,10 @@ def build_profile(
     """The report of a profile.
 
     Args:
-        records: of the run that was made for it.
+        records: records of the profiled run.
         observed: facts that are not in the records.
         asked: number of counted steps.
-        ranks: of the training, one of which was profiled.
+        ranks: number of ranks of the training; one was profiled.
         next_command: to type next.
     """
     assert observed.verdict is not None, "all steps were made"
@@ -211,7 +211,7 @@ def build_profile(
     }
     method = (
         f"{after} warm-up steps (kernels are chosen, the regions in flight are read), then steps {after + 1} to {last} "
-        "count.  They are those of vesuvius train without validation, previews and checkpoints."
+        "count.  They run as in vesuvius train, but without validation, previews and checkpoints."
     )
     if verdict.window.steps < asked:
         method += f"  Readers were replaced: the verdict covers the last {verdict.window.steps} steps."

@@ -43,7 +43,7 @@ class Warmup:
 
 
 def reader_limited_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
-    """The seconds that the samples took, or that the readers need for them if they had been read ahead."""
+    """Return the time that the samples took or, for prefetched ones, the time that the readers need for them."""
     if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
         return samples * reader_s / workers
     return took_s

@@ -43,8 +43,8 @@ class Trainer:
 
     Args:
         directory: gets the run directory NAME, its config NAME.yaml and its output NAME.log.
-        lock_fd: descriptor that it keeps open; None = none.
-        takes_commands: whether it reads commands from `tell`.
+        lock_fd: descriptor that the trainer keeps open; None = none.
+        takes_commands: whether the trainer reads commands from `tell`.
 
     Raises:
         OSError: the directory cannot be written.
@@ -71,20 +71,20 @@ class Trainer:
         self._guard_text = ""  # of the first event of its memory guard; '' = none
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for its end; return whether it has ended."""
+        """Wait up to `seconds` for the trainer to end; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
 
     def tell(self, line: str) -> None:
-        """Send it a command; ignored if it has ended."""
+        """Send the trainer a command; ignored once the trainer has ended."""
         assert self._process.stdin is not None, "it takes commands"
         with suppress(OSError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
-        """Pass each new record to `take` until it returns true; otherwise close it and return how it ended, and why.
+        """Pass each new record to `take` until it returns true; then close the trainer; return how and why it ended.
 
         Raises TrialInterrupted: `stopping` returned true; it is closed.
         """
@@ -109,7 +109,7 @@ class Trainer:
         return ended, one_line(cause, 400)
 
     def close(self) -> None:
-        """Kill it and its children until none is left: a killed process may just have started another.
+        """Kill the trainer and its children until none is left: a killed process may just have started another.
 
         Readers of a killed trainer would live for another minute, with all their memory.  Its checkpoints are deleted.
         """
@@ -146,14 +146,14 @@ class Trainer:
         return "failed", f"{self._last_error()} (exit code {code})"
 
     def _death(self, code: int) -> str:
-        """The cause of its death, with evidence."""
+        """Return the cause of death, with evidence."""
         with suppress(OSError):
             if death := record_run_death(self.run):
                 return "; ".join([headline(death), *death.evidence])
         return f"killed by signal {-code}" if code < 0 else "killed"
 
     def _last_error(self) -> str:
-        """Its last error line, else its last line."""
+        """Return the last error line of the output, else the last line."""
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()
         return str((_ERROR_LINE.findall(said) or said.splitlines() or ["no output"])[-1]).strip()
 

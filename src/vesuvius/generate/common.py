@@ -57,7 +57,7 @@ def check_volume(info: CheckpointInfo, volume_index: int, option: str = "--volum
     """Raise ConfigError if the checkpoint has no training volume with this index."""
     if volume_index >= len(info.data.volumes):
         raise ConfigError(
-            f"{option} {volume_index} does not exist: the {len(info.data.volumes)} training volumes count from 0"
+            f"{option} {volume_index} does not exist: the {len(info.data.volumes)} training volumes are numbered from 0"
         )
 
 
@@ -88,7 +88,7 @@ def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
     ours, theirs = info.config, guide.config
     if voxel_settings(ours.data) != voxel_settings(theirs.data) or noise_keys(ours) != noise_keys(theirs):
         raise ConfigError(
-            f"--guide {guide.checkpoint} was trained with other keys of data or diffusion than {info.checkpoint}; use "
+            f"--guide {guide.checkpoint} was trained with other data or diffusion settings than {info.checkpoint}; use "
             "an earlier checkpoint of the same run (training.keep_every keeps them)"
         )
     if guide.step >= info.step and guide.checkpoint.parent == info.checkpoint.resolve().parent:

@@ -81,7 +81,7 @@ def check_target(out: Path, overwrite: bool) -> None:
     ours = {SAMPLES, CONDITIONS, MONTAGE}
     if not out.is_dir() or out.is_symlink() or {entry.name for entry in out.iterdir()} - ours:
         raise ConfigError(
-            f"{out} holds other files than samples, which --overwrite does not replace; choose another --out, or move "
+            f"{out} holds files other than samples, which --overwrite does not replace; choose another --out, or move "
             "it away"
         )
 

@@ -221,7 +221,7 @@ def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) 
         exit_code, message = result.result().return_value
     except Exception as error:  # of the ranks, or of Ray Train itself
         raise VesuviusError(
-            f"Ray Train gave up after at most cluster.max_restarts={config.cluster.max_restarts} restarts: "
+            f"Ray Train gave up (cluster.max_restarts={config.cluster.max_restarts}): "
             f"{type(error).__name__}: {one_line(error)}; see the logs of the ranks in {run_dir(config).path} and "
             "Ray's in /tmp/ray/session_latest/logs, then continue with --resume"
         ) from error

@@ -118,7 +118,7 @@ class DeviceFeed:
             return self._augmented(batch, *raw), batch
 
     def to_device(self, batch: Batch) -> PatchBatch:
-        """Return a batch that `next` delivered before on the device; waits for the copy."""
+        """Copy a batch that `next` delivered earlier to the device again; waits for the copy."""
         return self._augmented(batch, *(tensor.to(self.device) for tensor in _tensors(batch)))
 
     def copy(self, tensors: Sequence[Tensor], clock: StepClock) -> list[Tensor]:

@@ -314,7 +314,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"torch does not know device {device!r}: {one_line(error)}; choose another") from error
+        raise ConfigError(f"torch does not recognize device {device!r}: {one_line(error)}; choose another") from error
     if target.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"device {str(target)!r} is neither the CPU nor a CUDA GPU; use device='cpu' and batch.to({str(target)!r})"

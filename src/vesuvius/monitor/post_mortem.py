@@ -40,7 +40,7 @@ _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i 
 # Each kill contains a phrase that operators grep logs for: killed, oom, out of memory.
 _HEADLINES: Mapping[Cause, str] = {
     "cgroup": "was killed: out of memory: its cgroup reached its limit, and the kernel chose this process",
-    "machine": "was killed: out of memory: the machine ran out, and the kernel chose this process",
+    "machine": "was killed: out of memory: the machine ran out of memory, and the kernel chose this process",
     "ray": "was killed: out of memory: Ray's memory monitor chose this process",
     "gpu": "ended: out of memory on the GPU",
     "guard": "was stopped by the memory guard to avoid an out of memory kill",
@@ -87,7 +87,7 @@ def death_lines(death: Death) -> list[str]:
     """Describe a death, in lines."""
     return [
         headline(death),
-        f"  noticed {format_time(death.time)}, after step {death.step}",
+        f"  detected {format_time(death.time)}, after step {death.step}",
         *(f"  - {textwrap.shorten(line, _LONGEST, placeholder=' ...')}" for line in death.evidence),
         *_table(death.moments),
         f"  what to change: {death.remedy}",
@@ -288,7 +288,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
     Args:
         rise: kills counted since the last sample before the death.
         last: last memory sample of the run.
-        since, counted_s: begin of the count, for people, and its length in seconds.
+        since, counted_s: start of the count, as text, and its length in seconds.
     """
     share = _share_of(last)
     full = share is not None and share >= _NEARLY_FULL
@@ -297,8 +297,8 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
     if count is None:
         return "unknown", ["the kernel's kill counts cannot be read here"]
     if count == 0:
-        return "signal", [f"the kernel killed no process of {where} for memory since {since}"]
-    counted = f"the kernel killed {format_count(count, 'process')} of {where} for memory since {since}"
+        return "signal", [f"the kernel OOM-killed no process of {where} since {since}"]
+    counted = f"the kernel OOM-killed {format_count(count, 'process')} of {where} since {since}"
     if rise.cgroup is None and not full:
         return "unknown", [f"{counted}; which ones is unknown", _NAME_THE_VICTIM]
     if share is not None and not full and counted_s > _AT_ONCE_S:

@@ -241,7 +241,7 @@ class _Judgement:
         """Find out what the readers were doing while the feeder had nothing to cut."""
         w, k = self.w, self.k
         if k.resident:
-            advice = "nothing to change: what has been read stays in memory"
+            advice = "nothing to change: decoded volumes stay in memory"
             return self._data("first pass", f"{waited}, voxels not yet in memory were read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
             evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
@@ -258,7 +258,7 @@ class _Judgement:
         evidence = f"{waited}, readers busy {_percent(busy)}"
         waits_for_disk = on_core is not None and on_core < _WAITS_FOR_DISK * busy
         if w.read_s is None and waits_for_disk and w.free_cores >= 1:
-            evidence += f", but with {_percent(on_core or 0.0)} of a core each"
+            evidence += f", each with only {_percent(on_core or 0.0)} of a core"
             advice = "the disk is too slow; copy the volume to a faster one with `vesuvius volume copy`"
             return self._data("reading", evidence, advice)
         return self._too_few_cores_or_workers(evidence)

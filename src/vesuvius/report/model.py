@@ -76,7 +76,7 @@ def comparison(reports: Sequence[RunReport]) -> RunReport:
     rates = {r.name: float(r.facts["samples/s"]) for r in reports if r.facts["samples/s"] != NOT_KNOWN}
     bars = tuple(Bar(name, rate, format_number(rate)) for name, rate in rates.items())
     fastest = max(rates, key=rates.__getitem__, default="")
-    speed = f"{fastest} is the fastest: {format_number(rates[fastest])} samples/s" if rates else "no speed is known"
+    speed = f"{fastest} is the fastest: {format_number(rates[fastest])} samples/s" if rates else "speed unknown"
     differences = Table("Differences in results", ("", *names), _different(facts))
     return RunReport(
         name=f"Comparison of {' and '.join(names)}",
@@ -144,7 +144,7 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     if state.startswith("ended"):
         return f"Finished at step {steps}. {bottleneck}", "good", tune
     left = _time_left(records.columns, state)
-    begin = "Running" if state.startswith("running") else "State not known"
+    begin = "Running" if state.startswith("running") else "State unknown"
     return f"{begin}: step {steps}{'' if left == NOT_KNOWN else f', time left {left}'}. {bottleneck}", "", tune
 
 
@@ -234,7 +234,7 @@ def ranks_table(records: RunRecords) -> Table:
                 f"{slowest} of {len(reported)}",
             )
         )
-    columns = ("rank", "node", "trainer, private RAM", "step without waits, p50", "wait, mean, s", "slowest in")
+    columns = ("rank", "node", "trainer, private RAM", "step without waits, p50", "wait, mean, s", "slowest rank in")
     return Table("Ranks", columns, tuple(rows))
 
 

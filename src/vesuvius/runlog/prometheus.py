@@ -22,11 +22,11 @@ _RUNGS = ("save", "drop", "restart", "shrink", "exit")
 _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0)
 LATEST = {
-    "session_start_timestamp_seconds": ("run_start.time", "when this session began"),
+    "session_start_timestamp_seconds": ("run_start.time", "start time of this session"),
     "steps_total": ("step.step", "optimizer steps done"),
     "samples_total": ("step.samples_total", "samples trained on"),
-    "last_step_timestamp_seconds": ("step.time", "when the last step was logged"),
-    "mfu_ratio": ("step.mfu", "share of the GPU's dense peak in the last step; absent if unknown"),
+    "last_step_timestamp_seconds": ("step.time", "time of the last logged step"),
+    "mfu_ratio": ("step.mfu", "model FLOPs utilization of the last step; absent if unknown"),
     "remaining_seconds": ("step.eta_s", "time until the session ends, as eta in the step line"),
     "loss": ("step.loss", "loss of the last step"),
     "gradient_norm": ("step.grad_norm", "norm of the gradient in the last step, before clipping"),
@@ -34,7 +34,7 @@ LATEST = {
     "readers": ("step.workers", "reader processes"),
     "validation_loss": ("validation.weights.loss", "loss of the last validation"),
     "validation_relative_error": ("validation.relative_error", "error against the best linear denoiser"),
-    "last_checkpoint_timestamp_seconds": ("checkpoint.saved_time", "when the last checkpoint was complete"),
+    "last_checkpoint_timestamp_seconds": ("checkpoint.saved_time", "time of the last complete checkpoint"),
     "last_checkpoint_bytes": ("checkpoint.bytes", "size of the last checkpoint"),
     "hung": ("event.hung", "1 while the watchdog reports the run as hung, else 0"),
     "ram_used_bytes": ("system.used_bytes", "memory of the run, counting shared memory once; maximum of the window"),
@@ -49,22 +49,22 @@ LATEST = {
     "vram_reserved_bytes": ("system.vram.reserved_bytes", "GPU memory that torch holds; maximum of the window"),
     "gpu_memory_used_bytes": ("system.gpus.used_bytes", "memory in use, by all processes"),
     "gpu_memory_total_bytes": ("system.gpus.total_bytes", "memory of the GPU"),
-    "gpu_busy_ratio": ("system.gpus.busy", "share of time in which a kernel ran"),
+    "gpu_busy_ratio": ("system.gpus.busy", "share of time a kernel was running"),
     "gpu_power_watts": ("system.gpus.power_w", "power draw, mean of the window"),
     "gpu_temperature_celsius": ("system.gpus.temperature_c", "temperature"),
     "disk_free_bytes": ("system.disk.free_bytes", "free on the disk of the run directory"),
     "disk_run_bytes": ("system.disk.run_bytes", "size of the run directory"),
-    "cpu_throttled_ratio": ("verdict.throttled_share", "share of quota periods with the quota used up"),
+    "cpu_throttled_ratio": ("verdict.throttled_share", "share of CPU quota periods in which the quota was used up"),
 }
 """By name, without `vesuvius_`: kind of record and path of the figure in it, and the meaning."""
 COUNTED = {
     "step_part_seconds_total": ("part", _PARTS, "time in each part; the parts add up to the time of all steps"),
-    "step_pause_seconds_total": ("part", ("pause",), "time of pauses, included in part other"),
+    "step_pause_seconds_total": ("part", ("pause",), "time of pauses, also counted in the part other"),
     "checkpoint_failures_total": ("event", ("save_failed",), "checkpoints not saved"),
     "nonfinite_steps_total": ("event", ("nonfinite",), "steps skipped because the loss or gradient was not finite"),
-    "quarantined_boxes_total": ("event", ("quarantine",), "damaged boxes put in quarantine"),
+    "quarantined_boxes_total": ("event", ("quarantine",), "damaged regions put in quarantine"),
     "reader_deaths_total": ("event", ("reader_died",), "readers that died and were replaced"),
-    "hangs_total": ("event", ("hung",), "times the watchdog reported the run as hung"),
+    "hangs_total": ("event", ("hung",), "number of times the watchdog reported the run as hung"),
     "guard_actions_total": ("action", _RUNGS, "actions of the memory guard"),
     "verdicts_total": ("bound", _BOUNDS, "verdicts by bottleneck"),
 }

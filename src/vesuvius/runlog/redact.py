@@ -1,6 +1,6 @@
 """Redacts secrets in log lines, printed output, pages, and settings for trackers.
 
-Configs and checkpoints of the run keep them, as a resume needs them.
+Configs and checkpoints of the run keep their secrets, because a resume needs them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Board(Protocol):
     """A backend.  Its methods may block on a disk or server and raise the package's exceptions."""
 
     def write(self, record: Record, figures: Mapping[str, float]) -> object:
-        """Write a record; `figures`: its known figures, by tag."""
+        """Write a record; `figures` are its known values, by tag."""
 
     def close(self, exit_code: int) -> object: ...
 
@@ -95,7 +95,7 @@ class Tracker:
             error = sys.exception()
             cause = f"{type(error).__name__}: {redact(one_line(str(error), 300))}" if error else "no response in time"
             log.warning(
-                "%s does not accept this run's figures: %s; the run continues, and metrics.jsonl has all figures",
+                "%s rejects the metrics of this run: %s; the run continues, and metrics.jsonl has all metrics",
                 *(self._name, cause),
             )
 
@@ -135,7 +135,7 @@ class TensorBoard:
                 with Image.open(self._run / record["picture"]) as image:
                     pixels = np.asarray(image.convert("RGB"))
             except OSError as error:
-                log.warning("cannot read the picture of a preview: %s; it is missing in TensorBoard", error)
+                log.warning("cannot read the picture of a preview: %s; it is missing from TensorBoard", error)
             else:
                 writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
 

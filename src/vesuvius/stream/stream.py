@@ -234,7 +234,7 @@ class PatchStream(Iterator[Batch]):
         if (feeder := self._feeder) is None:
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
-        readers = format_count(workers, "reader") if workers else "no readers: the trainer reads"
+        readers = format_count(workers, "reader") if workers else "no readers: the trainer reads the data"
         if workers and not self._sources.has_ray:
             readers = f"Ray is starting {format_count(workers, 'reader')}"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"

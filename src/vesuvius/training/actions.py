@@ -101,7 +101,7 @@ class GuardActions:
         return self.reason, remedy + raised
 
     def _smaller(self) -> StreamOptions:
-        """Half the prefetch and one reader less, but at least one, because its memory would move to the trainer."""
+        """Return half the prefetch and one reader less, but at least one: its memory would move to the trainer."""
         workers = max(self._options.workers - 1, min(self._options.workers, 1))
         return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
@@ -167,7 +167,7 @@ class Autotuner:
         self._run.metrics.write("event", event="autotune", step=self._run.progress.step, text=text, **fields)
 
     def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
-        """Why memory does not suffice for the options; '' if it does."""
+        """Return why memory does not suffice for the options; '' if it does."""
         now = stream.options
         peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
         readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
@@ -184,7 +184,7 @@ class Autotuner:
 def changes_of(overrides: Sequence[str], options: StreamOptions) -> StreamChanges:
     """The overrides of a verdict that a running stream can apply; may be empty.  Pure.
 
-    No readers are started if the trainer reads itself, because Ray is not running.
+    No readers are started if the trainer reads the data itself, because Ray is not running.
     """
     changes: StreamChanges = {}
     for key, _, value in (override.partition("=") for override in overrides):

@@ -106,7 +106,7 @@ class PeriodicTasks:
             self._run.metrics.write("event" if failed else "checkpoint", **failed, **ended)
 
     def _save_due(self) -> bool:
-        """At multiples of `save_every`, and if a validation or preview was made since this step's checkpoint."""
+        """Whether to save: at multiples of `save_every`, or if validation or preview came after its checkpoint."""
         step = self._progress.step
         is_multiple = step % self._run.config.training.save_every == 0
         return self._saved != self._done() and (is_multiple or self._saved[0] == step)

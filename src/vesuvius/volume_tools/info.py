@@ -208,7 +208,7 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
             log.warning("%s", error)
     objects = math.prod(volume.grid.object_counts_zyx)
     if not volume.source.can_list:
-        reason = "a web server cannot list"
+        reason = "web servers cannot be listed"
     elif volume.source.remote and not listing:
         reason = "listing a remote store can take long; request it with --list"
     elif objects > _LISTED_UNASKED and not listing:

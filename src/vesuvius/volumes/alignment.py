@@ -143,7 +143,7 @@ def align(volume: Volume, array: Volume, what: str) -> Alignment:
         if not intersects(found.covered, ((0, 0, 0), volume.shape_zyx)):
             raise _AlignmentError("they do not overlap")
         if shape_of(found.array_box(found.covered)) == (1, 1, 1) != array.shape_zyx:
-            raise _AlignmentError("the whole volume would lie in one voxel of it")
+            raise _AlignmentError("the volume would lie in a single voxel of it")
     except _AlignmentError as error:
         raise DataError(
             f"Cannot align {what} {array.name} with the volume {volume.name}: {error}; it has "
@@ -168,7 +168,7 @@ def describe_geometry(volume: Volume) -> str:
     """'(40, 72, 88) voxels of 4 x 4 x 4 nanometer from 0, 0, 0'."""
     if (geometry := volume.geometry) is None:
         return f"{volume.shape_zyx} voxels and no OME scale"
-    units = ", ".join(dict.fromkeys(unit or "of no unit" for unit in geometry.units_zyx))
+    units = ", ".join(dict.fromkeys(unit or "without a unit" for unit in geometry.units_zyx))
     scale, corner = ([f"{v:.6g}" for v in values] for values in (geometry.scale_zyx, geometry.translation_zyx))
     begins = f"from {', '.join(corner)}" if geometry.translated else "without a translation"
     return f"{volume.shape_zyx} voxels of {' x '.join(scale)} {units} {begins}"
@@ -212,7 +212,7 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
         raise _AlignmentError("levels of one pyramid cover the same region, but these scales and shapes do not")
     if full and found.offsets != ZEROS and translated[0] != translated[1]:
         raise _AlignmentError("they have the same extent, but only one has a translation")
-    caveat = None if full or translated[1] else "from the first voxel on, because it has no translation"
+    caveat = None if full or translated[1] else "as if both started at the same voxel, because it has no translation"
     return replace(found, caveat=caveat)
 
 

@@ -32,10 +32,10 @@ _OUTAGE_ERRNOS = {
 # Why a connection to a running server fails: patterns in obstore's errors, and our words.
 _MEANINGS = (
     (r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)", "its TLS certificate is not valid: {}"),
-    (r"InvalidMessage", "it does not speak TLS"),
-    (r"Parse\(\s*(?:Header\(\s*)?(\w+)", "its answer is not HTTP: {}"),
+    (r"InvalidMessage", "the server does not use TLS"),
+    (r"Parse\(\s*(?:Header\(\s*)?(\w+)", "its response is not HTTP: {}"),
     (r"RangeNotSupported", "status 200 for a range"),
-    (r"IncompleteMessage", "the connection was closed without an answer"),
+    (r"IncompleteMessage", "the connection was closed without a response"),
     (r"IncompleteBody|kind: UnexpectedEof", "the connection was closed before the end of the body"),
 )
 
@@ -132,7 +132,7 @@ def refusal(error: BaseException, key: str, address: str, remote: bool, signing:
     if isinstance(error, UnauthenticatedError) or status == 400 or _NO_CREDENTIALS.search(str(error)):
         return RefusedError(f"The store refuses access: {what}{signing}; check the address and the credentials")
     return RefusedError(
-        f"The server's answer violates HTTP: {what}; check the address and anything between you and the server (a "
+        f"The server's response violates HTTP: {what}; check the address and anything between you and the server (a "
         "proxy, a certificate, AWS_REGION), or serve the volume with another server, such as nginx"
     )
 
@@ -162,4 +162,4 @@ def _message(error: BaseException) -> str:
     # After a redirect the request went to another address than the preamble names.
     target = re.search(r'ConnectError\(\s*"[^"]*",\s*([\[\]\w.:]+:\d+),', dump)
     at = f" by {target[1]}" if target and target[1] not in text else ""
-    return causes[-1] + at if causes else f"no answer in time{at}" if "TimedOut" in dump else words
+    return causes[-1] + at if causes else f"no response in time{at}" if "TimedOut" in dump else words

@@ -86,7 +86,7 @@ class MetadataCheck:
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(
-                f"Cannot go on reading {self._source.shown}: it has been replaced (the metadata in {key} have changed "
+                f"Cannot continue reading {self._source.shown}: it has been replaced (the metadata in {key} changed "
                 "since the start); start a new run for another volume"
             )
         self._known = found

@@ -290,7 +290,7 @@ class Volume:
                 self.metadata.check(at_once=True)  # if the volume is gone, its chunks are not damaged
                 self.grid.forget(self.grid.box_of(chunk))
                 load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:
         """A chunk's voxels along z, y, x, at the selected index of each other axis."""

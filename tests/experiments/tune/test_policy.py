@@ -173,14 +173,14 @@ def test_an_unchanged_config_says_if_more_time_may_settle_it(seed: int) -> None:
     machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
     found = conclude(tune(machine))
     assert (found.certainty, found.best) == ("unchanged", machine.source)
-    assert found.reason == "no tried change is worth it"
+    assert found.reason == "no change that was tried is worth it"
     knobs: tuple[Knob, ...] = ("workers", "prefetch_factor", "train_batch_size", "channels_last", "compile")
     found = conclude(tune(machine, 0, replace(machine.space(), kept=knobs)))
     assert (found.certainty, found.reason) == ("unchanged", "there was nothing to try")
     for _, words in tune(drifting(machine, 0.10), seed).notes:
-        if " not taken: " in words and " pairs)" in words:
+        if " rejected: " in words and " pairs)" in words:
             high = float(words.partition(" % (95 %: ")[2].partition(" to ")[2].partition(" %")[0])
-            assert (high >= 10) == words.endswith("more time may settle it")
+            assert (high >= 10) == words.endswith("a larger --budget may decide it")
 
 
 COMPUTES = Machine("computes", sample_s=0.4)

@@ -42,7 +42,7 @@ def test_a_tuned_config_has_a_reason_for_each_key() -> None:
         reasons={"training.workers": SHORT, "data.store.requests": "a far store"},
     )
     assert text == (
-        f"# {MARK} from x.yaml; the next tune of it replaces this file.\n"
+        f"# {MARK} from x.yaml; tuning it again replaces this file.\n"
         "# by hand\n"
         "\n"
         "extends: x.yaml\n"
@@ -97,12 +97,12 @@ def test_a_tuned_config_cannot_be_tuned(tmp_path: Path) -> None:
     tuned(tmp_path, TOP, "training.workers=6")
     path = tmp_path / "x.tuned.yaml"
     check_tunable(tmp_path / "x.yaml")
-    with pytest.raises(ConfigError, match="tune the config that it extends, or remove its first line"):
+    with pytest.raises(ConfigError, match="tune the config it extends or remove its first line"):
         check_tunable(path)
     path.write_text(path.read_text().partition("\n")[2])
     check_tunable(path)
     (tmp_path / "x.tuned.tuned.yaml").write_text("name: mine\n")
-    with pytest.raises(ConfigError, match="was not written by a tune"):
+    with pytest.raises(ConfigError, match="was not written by vesuvius tune"):
         check_tunable(path)
 
 
@@ -111,11 +111,11 @@ def test_only_files_written_by_a_tune_are_replaced(tmp_path: Path) -> None:
     path.write_text(tuned_text(TOP))
     check_tunable(source)
     path.write_text(TOP)
-    with pytest.raises(ConfigError, match="was not written by a tune"):
+    with pytest.raises(ConfigError, match="was not written by vesuvius tune"):
         check_tunable(source)
     path.unlink()
     path.mkdir()
-    with pytest.raises(ConfigError, match="was not written by a tune"):
+    with pytest.raises(ConfigError, match="was not written by vesuvius tune"):
         check_tunable(source)
     assert [file.name for file in tmp_path.iterdir()] == ["x.tuned.yaml"]
 

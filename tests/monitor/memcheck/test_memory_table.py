@@ -95,4 +95,4 @@ def test_a_grep_for_kills_finds_only_kills_in_the_table() -> None:
     found = full()
     assert not HYGIENE.search(text(found))
     assert HYGIENE.search(text(replace(found, kills=("reader 7 was killed",))))
-    assert "kill seen" in text(replace(found, kills=("reader 7 was killed",)))
+    assert "OOM kill" in text(replace(found, kills=("reader 7 was killed",)))

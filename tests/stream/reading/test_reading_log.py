@@ -97,4 +97,4 @@ def test_an_outage_is_logged_once_a_minute_and_when_it_ends(caplog: pytest.LogCa
     first, _, last = (record.getMessage() for record in caplog.records)
     assert "http://store has not answered since" in first
     assert "connection refused" in first
-    assert last == "http://store answers again"
+    assert last == "http://store responds again"

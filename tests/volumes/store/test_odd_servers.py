@@ -131,7 +131,7 @@ def test_an_invalid_answer_is_reported_with_its_address_after_two_tries(kind: st
     with odd_server(reply) as server:
         source = Source(server.url, StoreConfig(), has_answered=True)
         with pytest.raises(
-            RefusedError, match=rf"answer violates HTTP: .*({words}).* for data in {server.url}; "
+            RefusedError, match=rf"response violates HTTP: .*({words}).* for data in {server.url}; "
         ) as no:
             source.get("data", byte_range)
         assert "\n" not in str(no.value)

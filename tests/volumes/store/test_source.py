@@ -268,7 +268,7 @@ def test_a_slab_on_an_unmounted_disk_is_an_error_not_air(tmp_path: Path, layout:
 def test_listing_a_web_server_is_an_error_with_a_remedy(source: Source) -> None:
     for listing in (lambda: list(source.list_keys("a")), lambda: source.list_one_level("a")):
         with pytest.raises(
-            DataError, match=r"web servers cannot list; put a `.chunk_occupancy.npz` next to level 0, or set data\."
+            DataError, match=r"web servers cannot be listed; put a `.chunk_occupancy.npz` next to level 0, or set data"
         ):
             listing()
 

@@ -303,8 +303,8 @@ def test_a_hub_volume_streams_and_copies_as_from_disk_but_cannot_be_listed(
         assert not stream.events
     np.testing.assert_array_equal(patches, expected)
     assert volume_command.main(["info", address]) == EXIT_OK
-    assert "a web server cannot list" in capsys.readouterr().out
-    with pytest.raises(DataError, match=rf"Cannot list the chunks of {address}: web servers cannot list; put a"):
+    assert "web servers cannot be listed" in capsys.readouterr().out
+    with pytest.raises(DataError, match=rf"Cannot list the chunks of {address}: web servers cannot be listed; put a"):
         Source(address, FAST).list_one_level("")
     assert volume_command.main(["copy", address, str(tmp_path / "copy.zarr")]) == EXIT_OK
     box = ((0, 0, 0), (96, 128, 128))

@@ -45,7 +45,7 @@ def add_store(parser: Parser) -> None:
         type=number_from_0,
         default=_STORE.outage_minutes,
         metavar="M",
-        help=f"retry for so long if network or server is down (default: {_STORE.outage_minutes:g})",
+        help=f"how long to retry if the network or server is down (default: {_STORE.outage_minutes:g})",
     )
     parser.add_argument(
         "--forbidden-is-absent",

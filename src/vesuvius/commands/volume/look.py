@@ -54,7 +54,7 @@ def add_info(commands: Commands) -> None:
         help=f"size of a box in voxels (default: {size})",
     )
     info.add_argument(
-        "--places", type=natural, default=16, help="boxes that grey values are sampled from (default: 16)"
+        "--places", type=natural, default=16, help="number of boxes to sample grey values from (default: 16)"
     )
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
@@ -139,7 +139,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:
             figures = verify_volume(source_of(arguments), store_of(arguments), arguments.processes, tell)
     except KeyboardInterrupt:
-        log.warning("interrupted; the same command continues from here")
+        log.warning("interrupted; run the same command again to continue")
         raise
     print_facts(asdict(figures), arguments)
     if not arguments.json:

@@ -65,9 +65,9 @@ def add_copy(commands: Commands) -> None:
     """Add `vesuvius volume copy`."""
     copy = commands.add_parser(
         "copy",
-        help="copy a box of a local or remote volume to a disk; resumable",
-        description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, chunks as in the source).  An "
-        "interrupted copy continues where it stopped; until complete, it is OUT.zarr.partial.  Exit code 6: "
+        help="copy a box of a local or remote volume to disk; resumable",
+        description="Copy a box of one level to an OME-Zarr 0.4 on disk (blosc-zstd, chunks as in the source).  An "
+        "interrupted copy continues where it stopped; until then, its name is OUT.zarr.partial.  Exit code 6: "
         "chunks could not be read.",
         common=("level", "start", "size", "levels"),
         examples=("vesuvius volume copy https://host/scroll.zarr scroll.zarr --level 2",),
@@ -117,8 +117,8 @@ def add_import(commands: Commands) -> None:
         "import",
         help="convert TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy or N5 to OME-Zarr; resumable",
         description="Convert a scan to OME-Zarr 0.5 (zarr v3, 128^3 chunks in 512^3 shards, blosc-zstd) with all "
-        "levels, keeping dtype and voxel size.  An interrupted import continues where it stopped; until complete, it "
-        "is OUT.zarr.partial.",
+        "levels, keeping dtype and voxel size.  An interrupted import continues where it stopped; until then, its "
+        "name is OUT.zarr.partial.",
         common=("shape", "dtype", "voxel_size_um", "levels"),
         epilog="exit code 6: the source cannot be read",
         examples=("vesuvius volume import slices/ scroll.zarr --voxel-size-um 7.91,7.91,7.91",),
@@ -180,5 +180,5 @@ def _kept(out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if partial_path(out).exists():
-            log.warning("interrupted; %s is kept, and the same command continues from there", partial_path(out))
+            log.warning("interrupted; %s is kept; run the same command again to continue", partial_path(out))
         raise

@@ -65,7 +65,7 @@ class BoxChannels(NamedTuple):
     channels: int
 
     def offsets_first(self, weight: Tensor) -> Tensor:
-        """Reorder [C, sz sy sx] to [sz sy sx, C] along this axis."""
+        """Reorder channels from [C, sz sy sx] to [sz sy sx, C] along the axis of the weight."""
         shape, axis = weight.shape, self.axis
         pairs = weight.reshape(*shape[:axis], self.channels, -1, *shape[axis + 1 :])
         return pairs.transpose(axis, axis + 1).reshape(shape)

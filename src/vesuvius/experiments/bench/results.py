@@ -28,7 +28,7 @@ BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf
 
 _NOTE = (
     "samples/s: median of the rounds, with minimum and maximum.  Speed: mean of the ratios within a round; all "
-    "intervals together are wrong in 5 % of the benches.  Start: time to the steady state beyond the "
+    "95 % intervals of a bench hold together.  Start: time to the steady state minus the "
     "usual time of its steps.  Efficiency: speed per rank relative to the first cell."
 )
 
@@ -76,9 +76,9 @@ class Result:
 
 
 def parse_axis(text: str) -> Axis:
-    """`training.workers=0,1,2`; commas in brackets, braces and quotes are part of a value.
+    """Parse `training.workers=0,1,2`; commas in brackets, braces and quotes are part of a value.
 
-    Raises ConfigError: there is no key, no value, or a value is there twice.
+    Raises ConfigError: there is no key, no value, or a value occurs twice.
     """
     key, equals, rest = (part.strip() for part in text.partition("="))
     listed = f"[{rest}]"
@@ -93,7 +93,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
-    """The baseline, which has the first value of every axis, then the other cells.
+    """Return the baseline, which has the first value of every axis, then the other cells.
 
     Swept axes are crossed with each other.  A compared axis changes alone, so ten switches cost ten cells, not a
     thousand.
@@ -113,13 +113,13 @@ def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
 
 
 def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
-    """The differences from the baseline; for the baseline itself, its only value."""
+    """Return the differences from the baseline; for the baseline itself, its only value."""
     shown = {key: value for key, value in chosen.items() if value != base[key]} or (chosen if len(base) == 1 else {})
     return " ".join(f"{key}={value}" for key, value in shown.items()) or "baseline"
 
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
-    """The results in the order of the cells; the first cell is the baseline."""
+    """Return the results in the order of the cells; the first cell is the baseline."""
     by_cell = [[m for m in measurements if m.cell == number] for number in range(len(cells))]
     base = [m for m in by_cell[0] if m.ended == "ok"]
     return [_result(cell, found, base, cells) for cell, found in zip(cells, by_cell, strict=True)]
@@ -154,7 +154,7 @@ def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement
 
 
 def band(efficiency: float) -> str:
-    """The name of an efficiency of scaling, 1 = as fast per rank as one alone."""
+    """Return the name of a scaling efficiency; 1 = as fast per rank as a single rank."""
     return next(name for least, name in BANDS if efficiency >= least)
 
 
@@ -170,7 +170,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """The fastest cell and its gain over the baseline, in a sentence; then what failed."""
+    """Return a sentence on the fastest cell and its gain over the baseline, then the failures."""
     base = results[0]
     reference = base.label if "=" in base.label else f"the {base.label}"
     compared = [each for each in results if each.speed is not None]
@@ -245,7 +245,7 @@ def _scaling(results: Sequence[Result]) -> list[Chart]:
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """A row for each cell."""
+    """Return a table with a row for each cell."""
     rows = [_row(each, index == 0) for index, each in enumerate(results)]
     columns = dict.fromkeys(name for row in rows for name in row)
     return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows), _NOTE)
@@ -265,7 +265,7 @@ def _row(result: Result, is_base: bool) -> dict[str, str]:
             "efficiency": f"{format_percent(result.efficiency)} {band(result.efficiency)}"
             if result.efficiency
             else "-",
-            "exchange, s": format_number(figures.get("comm_s")),
+            "comm, s": format_number(figures.get("comm_s")),
         }
     return row | {
         "rounds": str(len(ends)),

@@ -142,9 +142,9 @@ def measure_cell(
     """Measure a cell once, in its own process.
 
     Args:
-        directory: of the run directories of all measurements.
-        seconds: of the steady state.
-        limit_s: the longest that it may take.
+        directory: folder for the run directories of all measurements.
+        seconds: duration of the steady state to measure.
+        limit_s: timeout.
         lock_fd: descriptor that the trainer keeps open; None = none.
         stopping: whether the bench was asked to stop.
 
@@ -184,13 +184,13 @@ def measure_cell(
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
-    """Why a config is predicted not to fit into memory; '' = it fits."""
+    """Return why a config is predicted not to fit into memory; '' = it fits."""
     ram_bytes, vram_bytes = planned_bytes(config, data)
     ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
     if ram_bytes > left_bytes:
-        return f"it needs about {format_size(ram_bytes)} of RAM, {format_size(left_bytes)} are free"
+        return f"it needs about {format_size(ram_bytes)} of RAM, but {format_size(left_bytes)} is free"
     if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
-        return f"it needs about {format_size(vram_bytes)} of VRAM, {format_size(vram_left_bytes)} are free"
+        return f"it needs about {format_size(vram_bytes)} of VRAM, but {format_size(vram_left_bytes)} is free"
     return ""
 
 

@@ -54,7 +54,7 @@ class Recommendation:
 
 
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
-    """The recommendation from the blocks so far; `cut_short` = why the tune ended early, '' = it did not."""
+    """Return the recommendation from the blocks so far; `cut_short` = why the tune ended early, '' = it did not."""
     base, best, cut_short = search.base, search.best, cut_short or search.cut_short
     gain = compare(search.with_base) if search.with_base else None
     rates = search.rates.expected("run", best), search.rates.expected("run", base)
@@ -73,7 +73,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
     elif certainty == "unchanged":
         is_tried = any(block.setting != base for block in search.blocks)
-        reason = "no tried change is worth it" if is_tried else "there was nothing to try"
+        reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
     else:
         reason = "nothing more to try"
     best = base if certainty == "unchanged" else best
@@ -89,7 +89,7 @@ def policy(search: Search) -> Asks[None]:
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return
-    kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "no step computed"), ("step", "on one batch"))
+    kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "readers alone"), ("step", "steps alone"))
     for kind, words in kinds:
         if (yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")) is None:
             search.cut_short = f"the unchanged config cannot be measured: {search.why_failed}"
@@ -194,7 +194,7 @@ def _raise_steps(search: Search) -> Asks[bool]:
 
 
 def _larger_batch(search: Search) -> Setting | None:
-    """The next micro-batch of at least twice the size that divides the effective batch."""
+    """Return the next micro-batch of at least twice the size that divides the effective batch."""
     best, total = search.best, search.best.global_batch
     for size in range(2 * best.train_batch_size, min(total, search.space.most_batch) + 1):
         if total % size == 0:
@@ -241,6 +241,6 @@ def _without_readers(search: Search) -> Asks[None]:
 
 
 def does_not_fit(obstacle: str) -> str:
-    """The message for a config that does not fit into memory."""
+    """Return the message for a config that does not fit into memory."""
     remedy = "lower training.workers, training.prefetch_factor or training.train_batch_size"
     return f"the config does not fit this machine: {obstacle}; {remedy}"

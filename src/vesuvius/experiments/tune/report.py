@@ -78,9 +78,9 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     fast = next(faster, best)
     how = "measured, not confirmed" if rates.of("run", fast) else "predicted"
     chosen = {
-        "A conservative": (smallest, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(smallest, best)}"),
+        "A conservative": (smallest, f"least memory at {SLOWEST:.0%} of the speed of B: {in_words(smallest, best)}"),
         "B balanced": (best, "the unchanged config" if best == source else "recommended"),
-        "C aggressive": (fast, f"faster, as {how}: {in_words(fast, best)}"),
+        "C aggressive": (fast, f"faster ({how}): {in_words(fast, best)}"),
     }
 
     def option(name: str, setting: Setting, words: str) -> Option:
@@ -96,22 +96,22 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
             total_s=step_s and step_s * steps,
             risk=memory.risk(setting),
             overrides=tuple(setting.overrides(source)),
-            words="same as B: nothing else fits and promises more" if setting == best and name[0] != "B" else words,
+            words="same as B: no other setting qualifies" if setting == best and name[0] != "B" else words,
         )
 
     return [option(name, *each) for name, each in chosen.items()]
 
 
 def headline(found: Recommendation, source: Setting) -> str:
-    """The result in one sentence, the gain first."""
+    """Return the result in one sentence, the gain first."""
     if found.certainty == "none":
         return f"No recommendation: {found.reason}"
     if found.certainty == "unchanged":
         return f"{'Keep the config' if found.complete else 'No gain found yet'}: {found.reason}"
     gain, changes = found.gain, in_words(found.best, source)
     if gain is None:
-        times = "An unknown number of" if found.predicted is None else f"{1 + found.predicted:.2f}"
-        return f"{times} times as fast, predicted from readers and steps measured alone: {changes}"
+        times = "Speedup unknown" if found.predicted is None else f"{1 + found.predicted:.2f} times as fast"
+        return f"{times}, predicted from readers and steps measured alone: {changes}"
     pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of blocks"
     ends = " to ".join(f"{1 + end:.2f}" for end in gain.ends)
     proof = f"95 %: {ends}, {pairs}" if ends else f"{pairs}, no interval"
@@ -126,7 +126,7 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
     lines = {"bottleneck before": (base[-1].text if base else "") or alone}
     if found.written != found.best:
         lines["tuned config"] = f"no change yet: B was not compared with the config in at least {SHOWN} pairs"
-    return lines | {"end of the tune": found.reason}
+    return lines | {"end of tuning": found.reason}
 
 
 def block_line(number_of: int, block: Block) -> str:
@@ -186,8 +186,8 @@ def build_page(
     """The page of a tune.
 
     Args:
-        facts: of the tune as a whole, in addition to its summary.
-        commands: to type next.
+        facts: facts about the tune, in addition to its summary.
+        commands: commands to type next.
     """
     values = [
         (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
@@ -211,7 +211,7 @@ def build_page(
     tables = (
         _option_table(options),
         Table("Reason for each value", ("key", "before", "now", "why"), tuple(values)),
-        Table("What was not taken, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
+        Table("Rejected settings, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
         Table("All blocks", columns, tuple(blocks)),
     )
     return RunReport(
@@ -296,11 +296,11 @@ def tuned_yaml(
         reasons: by full key (`training.workers`); others are "as set for the tune".
         header: lines for the top, without `#`; one that begins with `MARK` comes before them.
     """
-    first = f"{MARK} from {source_name}; the next tune of it replaces this file."
+    first = f"{MARK} from {source_name}; tuning it again replaces this file."
     comments: dict[str, str] = {}
 
     def changed(before: BaseModel, after: BaseModel, above: str = "") -> BaseModel:
-        """Only the fields that differ; a list is one value."""
+        """Return only the fields that differ; a list is one value."""
         values: dict[str, Any] = {}
         for name in type(after).model_fields:
             old, new, path = getattr(before, name), getattr(after, name), f"{above}{name}"
@@ -329,11 +329,11 @@ def check_tunable(source: Path) -> None:
         StorageError: the folder of the source cannot be written.
     """
     if _is_ours(source):
-        raise ConfigError(f"{source} was written by a tune: tune the config that it extends, or remove its first line")
+        raise ConfigError(f"{source} was written by vesuvius tune; tune the config it extends or remove its first line")
     path = tuned_path(source)
     if os.path.lexists(path) and not _is_ours(path):
         raise ConfigError(
-            f"{path} was not written by a tune (no '# {MARK}' at its top) and would be replaced; rename it"
+            f"{path} was not written by vesuvius tune (no '# {MARK}' at its top) and would be replaced; rename it"
         )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise StorageError(
@@ -348,5 +348,5 @@ def _is_ours(path: Path) -> bool:
 
 
 def _clean(words: str) -> str:
-    """One line that is valid in a YAML comment."""
+    """Return one line that is valid in a YAML comment."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(words.split()))

@@ -58,15 +58,15 @@ class Search:
 
     Args:
         policy: a generator that yields a `Cell` and is sent its `Block`.
-        planner: of the memory of a setting.
+        planner: predicts the memory of a setting.
 
     Attributes:
-        cell: to be measured next; None = the search is over.
+        cell: the cell to measure next; None = the search is over.
         asked, blocks: all cells so far, and their measurements.
         base: the setting of the config, with which the best is compared.
         best: the best setting so far.
         because: reason for each changed knob.
-        notes: for each stage, what was not taken and why it ended.
+        notes: for each stage, the rejected settings and why it ended.
         with_base: samples/s of pairs of full runs of the best and the base.
         cut_short: why the search ended early; '' = it did not.
         why_failed: why the last block could not be measured.
@@ -109,10 +109,10 @@ class Search:
             # For two pairs of full runs of the best and the baseline, with one spare pair.
             kept_s = 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
         if seconds + kept_s > left_s:
-            kept = f", {format_duration(kept_s)} are kept to confirm what was found" if kept_s else ""
+            kept = f", {format_duration(kept_s)} is reserved to confirm the result" if kept_s else ""
             self.cut_short = self.why_failed = (
                 f"the budget was spent: {format_duration(max(left_s, 0))} of {format_duration(self.space.budget_s)} "
-                f"are left after {len(self.blocks)} blocks{kept}, the next one takes {format_duration(seconds)} ({why})"
+                f"is left after {len(self.blocks)} blocks{kept}; the next one takes {format_duration(seconds)} ({why})"
             )
             return None
         share = 2 if not self.blocks else 3 if self.space.compiles(setting) else 6
@@ -188,7 +188,7 @@ class Search:
         near: tuple[float, float],
         most: int,
     ) -> Asks[Comparison | None]:
-        """Gain over the best, which has a rate of `have`; None = it failed.
+        """Return the gain over the best, which has a rate of `have`; None = the measurement failed.
 
         One block is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
         """
@@ -214,7 +214,7 @@ class Search:
         return rate
 
     def note(self, stage: Stage, words: str) -> None:
-        """Note for the report what was not taken, or why a stage ended."""
+        """Note for the report a rejected setting, or why a stage ended."""
         self.notes.append((stage, words))
 
     def take(self, setting: Setting, why: str) -> None:
@@ -225,15 +225,15 @@ class Search:
     def adopt(self, setting: Setting, found: Comparison | None, stage: Stage, measured: str, at_once: float) -> bool:
         """Take a setting that is significantly faster, or faster by more than `at_once`; else note why not."""
         if found is None:
-            self.note(stage, f"{in_words(setting, self.best)} not taken: {self.why_failed}")
+            self.note(stage, f"{in_words(setting, self.best)} rejected: {self.why_failed}")
             return False
         is_faster = found.is_above(0.0) or (found.low is None and found.gain > at_once)
         if found.gain >= SMALLEST_GAIN and is_faster:
             self.take(setting, f"{measured}: {found.text}")
             return True
         may_gain = found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(_LARGE_GAIN))
-        more = "; more time may settle it" if may_gain else ""
-        self.note(stage, f"{in_words(setting, self.best)} not taken: {found.text}{more}")
+        more = "; a larger --budget may decide it" if may_gain else ""
+        self.note(stage, f"{in_words(setting, self.best)} rejected: {found.text}{more}")
         return False
 
     def words(self) -> str:

@@ -67,8 +67,8 @@ class TrialRunner:
     """Measures settings in one trainer, which is restarted only if training settings other than the readers change.
 
     Args:
-        config: of the tune.
-        directory: of the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
+        config: the config to tune.
+        directory: folder for the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
         lock_fd: descriptor that a trainer keeps open; None = none.
     """
 
@@ -223,7 +223,7 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "samples/s are of": "one rank" if config.training.ranks != 1 else "the run",
         "blocks": f"{spent} of {format_duration(space.budget_s)}",
         "memory limits": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
-        "other programs": space.others or "less than a tenth of the cores when the tune began",
+        "other programs": space.others or "less than a tenth of the cores when tuning began",
         **facts_of_this_place(),
     }
     made, head = made_by(request.command), headline(found, search.base)
@@ -275,4 +275,4 @@ def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
     if session is not None and is_alive(session):
         log.warning("the run %s is active on this machine: stop it for reliable figures", run.path)
     if space.others:
-        log.warning("%s: figures vary more, and the tune measures for longer", space.others)
+        log.warning("%s: measurements vary more, so tuning takes longer", space.others)

@@ -74,7 +74,7 @@ class CommandPipe:
         with open(0, "rb", buffering=0, closefd=False) as lines:
             for line in lines:
                 self._queue.put(json.loads(line))
-        log.info("the tune has ended; ending its trainer")
+        log.info("tuning has ended; stopping the trainer")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_ORPHAN_S)
         os._exit(EXIT_STOPPED)
@@ -98,7 +98,7 @@ class TuneWorker:
         self._verdict = verdict
 
     def apply(self, *_: object) -> None:
-        """Continue until the next step."""
+        """Run until the next step."""
         self._sample_memory()
         next(self._script, None)
 
@@ -171,7 +171,7 @@ class TuneWorker:
         figures = self._figures(totals, samples, working_s)
         sustained, text = working_s / figures["measured_s"], verdict.text
         if sustained < 1:
-            text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s; more was read ahead"
+            text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s, hidden by prefetch"
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.shares["data_share"]), "text": text}
 
     def _readers(self, seconds: float) -> Figures:
@@ -192,7 +192,7 @@ class TuneWorker:
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
 
     def _step(self, seconds: float) -> Figures:
-        """Make steps on one batch, once the readers are idle."""
+        """Run steps on one batch, once the readers are idle."""
         loop, config, device = self._loop, self._loop.run.config, self._loop.run.device
         batch = self._take_batch()
         self._wait_until_idle(seconds)
@@ -218,7 +218,7 @@ class TuneWorker:
         return {"samples": len(took) * piece * config.global_batch, "measured_s": math.fsum(took)}
 
     def _take_batch(self) -> TrainingBatch:
-        """The next batch, on the device."""
+        """Return the next batch, on the device."""
         self._loop.run.watchdog.expects("batch", self._stream.waiting_for)
         batch = self._loop.batches.next(HostClock())
         self._loop.run.progress.sample_index += len(batch.indices)
@@ -232,7 +232,7 @@ class TuneWorker:
         """
         if self._loop.run.stop.is_requested():
             raise StreamInterrupted
-        self._loop.run.watchdog.expects("step", "the tune to measure it")
+        self._loop.run.watchdog.expects("step", "the tuner to measure it")
         self._loop.guard_actions.execute(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
         self._sample_memory()
 
@@ -260,7 +260,7 @@ class TuneWorker:
                 return
 
     def _readers_cpu_s(self) -> float:
-        """CPU seconds that the readers on this machine had used when the monitor last looked."""
+        """CPU seconds that the readers on this machine had used at the monitor's last sample."""
         readers = self._stream.readers.copy().keys() - {os.getpid()}
         return math.fsum(each.cpu_s for each in self._loop.monitor.sample.processes if each.pid in readers)
 

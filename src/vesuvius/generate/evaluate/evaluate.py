@@ -54,20 +54,20 @@ _SHOWN = 24
 _NAMES = {"generated": "generated", "held_out": "held out", "training": "training"}
 
 _HOW = (
-    "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
-    "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored "
-    "and turned as training does. p: how often some metric of a table would be as "
-    "far off if patches changed places at random; those that overlap do so together. A metric is beyond the floor if "
-    "that is below 5 %. What cannot be measured is unknown. Distances: of the histograms in model values "
-    "(Wasserstein), of the power spectra in dB, of the two-point correlations; of copies the difference of the shares."
+    "Generated patches are compared with held-out ones, which training never saw. The floor is the same comparison "
+    "with training patches instead of generated ones: a perfect model reaches it. Real patches are mirrored and "
+    "rotated as in training. p: probability that some metric of a table is as far off if patches are swapped at "
+    "random (overlapping ones together). A metric is beyond the floor if p is below 5 %. Metrics that cannot be "
+    "measured are unknown. Distances: Wasserstein between histograms of model values; dB between power spectra; "
+    "between two-point correlations; for copies, the difference of the shares."
 )
 _SEARCHED = (
-    "Nearest places of training were looked for in {} of the training voxels, at every shift and in every symmetry "
-    "that training draws. A sample counts as a copy if its distance is below half of that which 5 % of held-out "
-    "patches are below."
+    "The nearest training patches were searched for in {} of the training voxels, at every shift and in every symmetry "
+    "used in training. A sample counts as a copy if its distance is below half of the 5th percentile of held-out "
+    "patches."
 )
 _NO_PLACES = (
-    "The places of the conditions of these samples are not known. If they are held-out ones, the AUC may be too low."
+    "The positions of the conditions of these samples are unknown. If they are held out, the AUC may be too low."
 )
 
 

@@ -237,7 +237,7 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
 def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Metric:
     """Return the share of patches that are copies, from the distances to the nearest training voxels.
 
-    A copy is nearer than half the distance that 5 % of held-out patches are below.
+    A copy is nearer than half the 5th percentile of the distances of held-out patches.
     """
     known, pooled = held_out[np.isfinite(held_out)], np.concatenate([generated, held_out])
     limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else math.nan

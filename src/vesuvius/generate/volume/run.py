@@ -321,7 +321,7 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
     check_weights(info.checkpoint, request.weights)
     config, inputs = info.config, request.inputs
     if request.out.suffix != ".zarr":
-        raise ConfigError(f"--out {request.out} is not the name of a volume; add the ending .zarr")
+        raise ConfigError(f"--out {request.out} does not end in .zarr; add the ending")
     if request.cluster is not None and request.workers is None:
         raise ConfigError("--cluster needs --workers; add it, e.g. the number of GPUs of the nodes")
     if inputs.condition is not None and not config.has_condition:

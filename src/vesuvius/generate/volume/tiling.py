@@ -58,8 +58,8 @@ class Tiling:
             )
         if not 0 <= self.overlap <= _MAX_OVERLAP:
             raise ConfigError(
-                f"--overlap {self.overlap:g} is not between 0 and {_MAX_OVERLAP}, the range of the share of a tile "
-                "that its neighbour covers; try 0.25"
+                f"--overlap {self.overlap:g} is not between 0 and {_MAX_OVERLAP} (the share of a tile "
+                "that its neighbour covers); try 0.25"
             )
 
     @cached_property

@@ -315,7 +315,7 @@ class RunFiles:
         includes other users' processes."""
         if (session := self.session) is None:
             return ()
-        lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths if death.cause != "guard"]
+        lines = [f"{headline(death)}, detected {format_time(death.time)}" for death in deaths if death.cause != "guard"]
         if state == "killed":
             return tuple(lines or [f"process {session.pid} is gone and recorded no end"])
         # Without paths: they differ inside and outside of a container.
@@ -354,7 +354,7 @@ class RunFiles:
 
 
 def silence(last: MemorySample | None, sign_time: float, now: float) -> tuple[str, float]:
-    """Return what was awaited last and the seconds since the last sign of life: a record, or the run's own
+    """Return what the run waited for last and the seconds since the last sign of life: a record, or the run's own
     report, which covers progress within a validation.  Pure."""
     since_s = max(now - sign_time, 0.0)
     if last is None or last.silent_s is None:

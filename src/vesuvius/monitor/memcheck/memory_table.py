@@ -67,7 +67,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
     elif found.reason:
         yield "first limit", found.reason
     for line in found.kills:
-        yield "kill seen", Text(line, style="bold red")
+        yield "OOM kill", Text(line, style="bold red")
     for number, limit in enumerate(found.limits[:_SHOWN_LIMITS]):
         used = f"{format_size(limit.used_bytes)} used, {format_size(limit.left_bytes)} left"
         yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.kills_at_bytes)}; {used}"

@@ -140,7 +140,7 @@ def _shut_down() -> bool:
         log.warning("Ray did not shut down within %g s, probably because its head hangs; killing a private Ray", _END_S)
         private.kill_daemons()
         if wait([ended], _KILLED_S).not_done:
-            log.warning("Ray did not shut down within another %g s; it is abandoned", _KILLED_S)
+            log.warning("Ray did not shut down within another %g s; giving up on it", _KILLED_S)
             private.skip_shutdown_at_exit()
             return False
     ended.result()

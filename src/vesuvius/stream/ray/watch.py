@@ -93,7 +93,7 @@ class ReaderWatch:
                 log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
         for address in self._logged.keys() - {outage.address for outage in self.outages}:
             del self._logged[address]
-            log.info("%s answers again", address)
+            log.info("%s responds again", address)
 
     def _check_spills(self) -> None:
         """Report bytes spilled since the last check; those before the first one do not count."""

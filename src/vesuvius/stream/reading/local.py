@@ -210,7 +210,7 @@ class LocalThenRay(Regions):
         if self._ray is None:
             return
         if wait([self._ray], _RAY_START_TIMEOUT_S).not_done:
-            log.warning("Ray has not started within %g s; it is abandoned", _RAY_START_TIMEOUT_S)
+            log.warning("Ray has not started within %g s; giving up on it", _RAY_START_TIMEOUT_S)
         elif _has_started(self._ray):
             self._ray.result().close()
 

@@ -66,7 +66,7 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:  # torch's message suggests loading it anyway
-        raise checkpoint_error(path, "it holds more than tensors and plain data and is not loaded") from error
+        raise checkpoint_error(path, "it is not safe to load: it holds more than tensors and data") from error
     except (OSError, RuntimeError, EOFError, IndexError) as error:
         raise checkpoint_error(path, error) from error
     if "model" in state:
@@ -174,7 +174,7 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
         asked: option name for messages.
 
     Raises:
-        ConfigError: it is none of these, or the run has no checkpoint yet.
+        ConfigError: there is no such run or checkpoint, or the run has no checkpoint yet.
         StorageError: no intact checkpoint, a damaged manifest, or no read permission.
     """
     named = [runs_root() / given] if given.name == str(given) else []
@@ -193,7 +193,7 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest
                 raise ConfigError(f"{path} has no checkpoint yet; wait for the first one (training.save_every)")
-        problem = "is none of these" if given.exists() else "does not exist"
+        problem = "is not a run or checkpoint" if given.exists() else "does not exist"
     raise ConfigError(
         f"{asked}={given} {problem}; give a run directory, a run's name in runs/, a checkpoint directory, or the "
         f"model.safetensors or state.pt in one, such as runs/NAME or runs/NAME/checkpoints/{BEST}"

@@ -71,7 +71,7 @@ class Progress:
         if self.sample_index % ranks:
             before, self.sample_index = self.sample_index, -(-self.sample_index // global_batch) * global_batch
             log.warning(
-                "skipping samples %d to %d: %d ranks start with a complete batch", before, self.sample_index, ranks
+                "skipping samples %d to %d: %d ranks must start at a full batch", before, self.sample_index, ranks
             )
 
     def rewind_to(self, step: int, samples_per_step: int) -> None:
@@ -85,13 +85,13 @@ class Progress:
         return held_out and self._due(config.training.validate_every, self.validated_step, config.horizon_steps)
 
     def preview_due(self, config: Config) -> bool:
-        """The same for a preview; the first is due after `FIRST_PREVIEW_S`, at whatever step."""
+        """Whether a preview is due and not yet done; the first is due after `FIRST_PREVIEW_S`, at any step."""
         every = config.training.preview_every
         is_first = every > 0 and self.step > self.previewed_step == 0 and self.total_s >= FIRST_PREVIEW_S
         return is_first or self._due(every, self.previewed_step, config.horizon_steps)
 
     def _due(self, every: int, done: int, horizon: int) -> bool:
-        """Once at every multiple of `every` and at the end of the horizon."""
+        """Whether a task is due: once at every multiple of `every` and at the end of the horizon."""
         return every > 0 and self.step > done and (self.step % every == 0 or self.step == horizon)
 
     def quarantine(self, path: Path, records: Sequence[Record]) -> None:

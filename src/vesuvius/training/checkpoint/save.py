@@ -115,7 +115,7 @@ class CheckpointWriter:
         return self._error
 
     def _write(self, step: int) -> None:
-        """Runs on the thread."""
+        """Write the snapshot; runs on the writer's thread."""
         started = time.monotonic()
         try:
             path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, self._training)

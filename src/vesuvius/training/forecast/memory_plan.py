@@ -111,7 +111,7 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """For kernels that reorder input and output of the largest convolution.  oneDNN does (including it, float32
+        """Memory to reorder input and output of the largest convolution.  oneDNN does (including it, float32
         peaks agree to 0.1 %); cuDNN, which prefers 16-bit channels-last, is assumed to."""
         return max(self.convolution_bytes, default=0)
 
@@ -160,7 +160,7 @@ def max_indexable_batch(config: Config) -> int:
 
 
 def memory_saving_advice(config: Config) -> str:
-    """How to reduce the memory of a single patch.  Pure."""
+    """Return advice on how to reduce the memory of a single patch.  Pure."""
     norms = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
     return f"{norms}add training.checkpoint_levels, or lower model.channels"
 

@@ -259,7 +259,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamItem]:
 
 
 def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamItem]:
-    """The trainer without the network."""
+    """Host memory of the trainer without the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
     ring = (BUFFERS_IN_USE + batches_ahead(options)) * _host_bytes(batch, gpu)

@@ -117,7 +117,7 @@ def make_preview(
     both = {"generated": measure_texture(generated), "real": measure_texture(real)}
     if nonfinite := both["generated"].nonfinite:
         voxels = sum(patch.size for patch in generated)
-        text = "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the steps before"
+        text = "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the preceding steps"
         log.warning(text, nonfinite, voxels, step)
     scale, picture = magnification(config.data.patch_size), Path("samples") / f"step_{step:08d}.png"
     cells = [

@@ -111,7 +111,7 @@ class Retrier:
                         self._record_failure(error)
                         if now - began >= self._patience_s:
                             answered = False
-                            raise self._outage_error(error, f"{tries} tries of {key} in {self._address}") from error
+                            raise self._outage_error(error, f"{tries} attempts of {key} in {self._address}") from error
                 self._count(retries=1)
                 self.closed.wait(random.uniform(0, pause_s))  # jitter, so that many readers do not retry in step
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -149,7 +149,7 @@ class Retrier:
                 return
             self._logged = 0.0
         if logged and answered:
-            log.info("%s answers again after %s", self._address, format_duration(time.time() - ended.since))
+            log.info("%s responds again after %s", self._address, format_duration(time.time() - ended.since))
 
     def _outage_error(self, error: BaseException, tries: str) -> OutageError:
         text, remedy = f"Cannot reach the store: {reason(error)} ({tries})", "check the address and the network"

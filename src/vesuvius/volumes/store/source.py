@@ -216,8 +216,8 @@ class Source:
     def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
             raise DataError(
-                f"Cannot list the chunks of {self.shown}: web servers cannot list; put a `.chunk_occupancy.npz` next "
-                "to level 0, or set data.foreground.source=level"
+                f"Cannot list the chunks of {self.shown}: web servers cannot be listed; put a `.chunk_occupancy.npz` "
+                "next to level 0, or set data.foreground.source=level"
             )
         what = f"the listing of {prefix or 'all keys'}"
         try:
