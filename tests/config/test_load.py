@@ -350,7 +350,7 @@ def test_old_names_of_keys_and_values_are_accepted_with_one_notice_each(
     assert (config.data.augment.rot90, config.data.validation.gap) == (False, 0.5)
     assert (config.diffusion.noise, config.training.autotune) == ("spectral", "off")
     assert len(caplog.messages) == 5
-    assert caplog.messages[0] == "data.augment.turn is now called rot90; the old name is still accepted"
+    assert caplog.messages[0] == "data.augment.turn is now rot90; the old name is still accepted"
     assert parse_config(OLD_KEYS, ["data.augment.turn=true"]).data.augment.rot90
     assert parse_config(OLD_KEYS, ["data.augment={turn: true}", "diffusion.noise=edm"]).data.augment.rot90
     assert parse_config(OLD_KEYS, ["data.augment.rot90=true"]).data.augment.rot90

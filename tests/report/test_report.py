@@ -280,6 +280,8 @@ def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> 
     for name, rate in (("a", 4), ("b", 8)):
         keys = {"seed": rate, "name": "same"}
         write_run(tmp_path / name, [run_start(), *(step(n, samples=rate) for n in range(1, 4))], **keys)
+    stored = tmp_path / "a" / "config.resolved.yaml"
+    stored.write_text(stored.read_text().replace(" gap:", " guard:"))  # the name in earlier versions
     reports = named_apart([reported(tmp_path / name) for name in "ab"])
     compared = comparison(reports)
     assert compared.headline == f"2 runs; same ({tmp_path / 'b'}) is the fastest: 16.0 samples/s"

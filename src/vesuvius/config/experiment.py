@@ -103,8 +103,7 @@ class Config(Section):
         return self.training.micro_batch * self.training.accumulate_steps * ranks
 
     def with_micro_batch(self, size: int) -> Self:
-        """Return a copy with micro-batches of `size` patches (a divisor of a rank's share) and the same batch.  "
-        "Pure."""
+        """Return a copy with micro-batches of `size` patches (a divisor of a rank's share), same batch.  Pure."""
         patches = self.training.micro_batch * self.training.accumulate_steps
         return self.with_training(train_batch_size=size, accumulate_steps=patches // size)
 

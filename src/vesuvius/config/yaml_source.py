@@ -116,12 +116,11 @@ def current_name(name: str, default: Any, is_stored: bool = False) -> Any:
 
 @functools.cache  # once per process
 def _log_rename(old: str, new: str) -> None:
-    log.warning("%s is now called %s; the old name is still accepted", old, new)
+    log.warning("%s is now %s; the old name is still accepted", old, new)
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:
-    """Return the value of a tagged scalar; raises ValueError if the text does not fit the tag, or the tag is "
-    "unknown."""
+    """Return the value of a tagged scalar; raises ValueError for an unknown tag or text that does not fit it."""
     text: str = node.value
     match node.tag.removeprefix("tag:yaml.org,2002:"):
         case "null":

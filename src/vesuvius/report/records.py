@@ -17,6 +17,8 @@ import yaml
 from numpy.typing import NDArray
 
 from vesuvius.config.describe import SAME_SPEED
+from vesuvius.config.yaml_source import read_yaml
+from vesuvius.errors import ConfigError
 from vesuvius.monitor.post_mortem import headline as death_headline
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
@@ -102,7 +104,7 @@ def read_run(path: Path) -> RunRecords:
             (death.time, death.step, death_headline(death), death.cause not in ("guard", "gpu"))
             for death in read_deaths(path / "post_mortem.jsonl")
         ],
-        _mapping(config_text),
+        _config(config_text),
         config_text,
         _mapping(read_text(path / "env.json") or ""),
         _state(read_session(path / "session.json"), sessions),
@@ -163,6 +165,15 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
         return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
     elsewhere = f"running on {session.host}, or killed there"
     return {True: "running", False: "killed", None: elsewhere}[is_alive(session)]
+
+
+def _config(text: str) -> Mapping[str, Any]:
+    """The resolved config, with current names of its keys; empty if it cannot be parsed."""
+    try:
+        found = read_yaml(text, "config.resolved.yaml", is_stored=True)
+    except ConfigError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _mapping(text: str) -> Mapping[str, Any]:

@@ -174,6 +174,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
         return out
     wanted = sample_record(asked, info, "off", 0)
     del wanted["amp"], wanted["evaluations_per_sample"]  # known only after sampling
+    del wanted["noise"]  # follows from the weights; earlier versions record another name
     check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
     log.info("Using existing samples: %s", out)
     return out
