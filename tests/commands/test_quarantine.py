@@ -72,7 +72,7 @@ def test_cleared_chunks_are_read_again_by_the_next_resume(
     capsys.readouterr()
     assert quarantine(["tiny"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed[0] == f"run tiny: {len(kept)} place{'s' * (len(kept) > 1)} in quarantine"
+    assert listed[0] == f"run tiny: {len(kept)} box{'es' * (len(kept) > 1)} in quarantine"
     assert len(listed) == 1 + len(kept)
     assert all(str(volume) in line and "chunk [1, 1, 1]: " in line for line in listed[1:])
     assert quarantine(["tiny", "--json"]) == 0

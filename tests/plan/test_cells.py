@@ -162,7 +162,7 @@ def test_the_slab_lies_across_the_axis_that_is_longest_in_patches() -> None:
     ("shape", "patch", "message"),
     [
         ((96, 512, 512), (128, 128, 128), r"patch_size \(128, 128, 128\) does not fit into \(96, 512"),
-        ((72, 200, 200), (72, 136, 136), r"along y; got 136 \+ 136 \+ 136 voxels in 200 of v; reduce"),
+        ((72, 200, 200), (72, 136, 136), r"136 \+ 136 \+ 136 voxels along y, but v has 200; reduce"),
     ],
 )
 def test_a_volume_that_is_too_small_is_refused_with_the_required_size(

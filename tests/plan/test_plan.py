@@ -300,7 +300,7 @@ def test_the_plan_reports_cells_that_repeat() -> None:
     plan = plan_of(LAYOUTS["hardly larger than a patch"]._replace(shape=(73, 137, 138)))
     assert plan.repeats_cells
     assert len({plan.sample(i).start_zyx for i in range(400)}) == 2 * 2 * 3
-    assert not plan_of(SMALL).repeats
+    assert not plan_of(SMALL).repeats_cells
 
 
 def test_the_sample_sequence_is_pinned() -> None:

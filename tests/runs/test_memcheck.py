@@ -62,7 +62,8 @@ def test_a_missing_run_is_13_and_the_message_names_existing_runs(tmp_path: Path)
     (tmp_path / "runs/demo/metrics.jsonl").touch()
     done = run_memcheck("dmeo", cwd=tmp_path)
     assert done.returncode == 13
-    assert "got 'dmeo'; there are demo" in done.stderr
+    assert "no run 'dmeo' in " in done.stderr
+    assert "runs are demo" in done.stderr
 
 
 def test_a_watch_of_a_leaking_run_turns_critical_and_ends_with_the_run(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_run_measures_its_data_once_and_reuses_the_facts_for_resume_and_sampli
     """The noise levels must not change with the data, or if the volume is gone."""
     config = tiny_config("straight", diffusion=SPECTRAL, training=VALIDATED)
     assert vesuvius_train(config) == 0
-    assert re.search(r"noise spectral: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
+    assert re.search(r"noise      spectral, sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
     config = tiny_config("parts", diffusion=SPECTRAL, training=VALIDATED)
     assert vesuvius_train(config, "training.max_steps=2") == 0
     assert vesuvius_train(config, "--resume") == 0

@@ -111,7 +111,7 @@ def rank_share(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[
 @pytest.mark.parametrize("factor", [1, 2])
 def test_partial_labels_restrict_patches_uniformly_to_their_box(tmp_path: Path, factor: int) -> None:
     raw, part, said = rank_share(tmp_path, factor)
-    config = config_of(raw, part, validation={"fraction": 0.2, "guard": 0.5})
+    config = config_of(raw, part, validation={"fraction": 0.2, "gap": 0.5})
     data = prepare_data(0, config)
     (split,) = data.splits
     assert split.validation is not None
@@ -158,6 +158,6 @@ def test_a_partial_mask_restricts_patches_to_its_box(tmp_path: Path) -> None:
 def test_labels_smaller_than_a_patch_are_refused_with_their_box(tmp_path: Path) -> None:
     raw, part, _ = rank_share(tmp_path)
     with pytest.raises(
-        DataError, match=r"does not fit into \(40, 60, 60\) of .*raw level 0, where its condition and m"
+        DataError, match=r"does not fit into \(40, 60, 60\) of .*raw level 0, the box covered by its condition"
     ):
         prepare_data(0, config_of(raw, part, patch_size=(48, 48, 48)))

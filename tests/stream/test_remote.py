@@ -130,7 +130,7 @@ def test_an_absent_chunk_is_air_or_an_error_as_configured(server: ChunkServer, t
         with (
             open_stream(make_job(address, store=FAST, missing_chunk="error")) as stream,
             pytest.raises(
-                DataError, match=r"chunk \[1, 1, 1\] of volume .*v\.zarr is not stored, .* data.missing_chunk=error"
+                DataError, match=r"Chunk \[1, 1, 1\] of volume .*v\.zarr is absent, .* data.missing_chunk=error"
             ),
         ):
             collect(stream, 16)
@@ -142,7 +142,7 @@ def test_an_unclear_answer_about_a_chunk_does_not_count_as_air(server: ChunkServ
     server.set_faults([{"path": "1/1/1", "kind": "status", "times": 1}])
     store = FAST.model_copy(update={"outage_minutes": 0.1})
     volume = open_volume(VolumeConfig(path=server.url_of(path)), store, "error")
-    with pytest.raises(DataError, match=r"chunk \[1, 1, 1\] of volume .* is not stored"):
+    with pytest.raises(DataError, match=r"Chunk \[1, 1, 1\] of volume .* is absent"):
         volume.read(((32, 32, 32), (64, 64, 64)))
 
 
