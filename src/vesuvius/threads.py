@@ -70,7 +70,7 @@ class BoundedCall(Generic[T]):
         return self._call is not None and not self._call.done()
 
     def __call__(self) -> T | None:
-        """The function's result; None after the timeout, or if no thread can be started.  Raises what it raises.
+        """Return the function's result; None after the timeout, or if no thread can be started.  Raises its errors.
 
         A late result is returned by the next call; until then the function is not called again.
         """

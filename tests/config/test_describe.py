@@ -30,7 +30,7 @@ WRONG = {
     "training:\n  keep_lst: 4": "6: training.keep_lst: unknown key; did you mean keep_last?",
     "train_batch: 4": "train_batch: unknown key; did you mean training.train_batch_size?",
     "training: {timesteps: 9}": "training.timesteps: unknown key; did you mean diffusion.timesteps?",
-    "cluster: {foo: 'a'}": "cluster.foo: unknown key; valid keys: address, min_ranks, ",
+    "cluster: {foo: 'a'}": "cluster.foo: unknown key; known keys: address, min_ranks, ",
     "    - path: b\n      levl: 1": "6: data.volumes.1.levl: unknown key; did you mean level?",
     "    - level: 0": "data.volumes.1.path: required key is missing",
 }

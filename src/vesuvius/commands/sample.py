@@ -98,7 +98,7 @@ def _parser() -> Parser:
         "--shape",
         type=triple(1, "256,512,512"),
         metavar="Z,Y,X",
-        help="size in voxels (default: that of --condition or --box)",
+        help="size in voxels (default: from --condition or --box)",
     )
     volumes.add_argument(
         "--condition",

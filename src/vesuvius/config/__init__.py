@@ -1,7 +1,7 @@
 """The experiment: one YAML file becomes one frozen `Config`.  Other modules take their own section of it.
 
 In: a YAML file, those it extends, overrides.  Out: `Config`, or a `ConfigError` with the line of each problem.  The
-fields' descriptions make docs/config.md (`tools/config_table.py`).  `load.py` reads files and overrides.
+fields' descriptions are in docs/config.md (`tools/config_table.py`).  `load.py` reads files and overrides.
 """
 
 from vesuvius.config.data import ArrayConfig as ArrayConfig

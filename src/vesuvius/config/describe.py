@@ -167,7 +167,7 @@ def _suggest(path: KeyPath) -> str:
             return (
                 f"; did you mean {near[0] if homes[near[0]] == section else f'{homes[near[0]]}.{near[0]}'.strip('.')}?"
             )
-    return f"; valid keys: {', '.join(here)}"
+    return f"; known keys: {', '.join(here)}"
 
 
 @functools.cache

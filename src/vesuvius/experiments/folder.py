@@ -38,7 +38,7 @@ def locked(directory: Path, what: str) -> Iterator[int]:
         try:
             if not take_lock(descriptor, directory / ".lock"):
                 raise ConfigError(
-                    f"Another {what}, or the trainer of a killed one, is active in {directory}; wait for it or stop it"
+                    f"Another {what} (or the trainer of a killed one) is active in {directory}; wait for it or stop it"
                 )
             yield descriptor
         finally:

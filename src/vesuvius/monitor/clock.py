@@ -124,7 +124,7 @@ class _Computed(NamedTuple):
 
 
 class CudaClock:
-    """Times steps by the device's clock, without a synchronize per step; used as `HostClock`.
+    """Times steps by the device's clock, without a synchronize per step; used like `HostClock`.
 
     Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
     between two spans of computing is split by what the host did between queueing them: copies within the gap are h2d_s,

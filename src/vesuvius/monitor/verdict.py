@@ -246,7 +246,7 @@ class _Judgement:
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
             evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
             more = "a lower data.regions_per_task or data.patches_per_region makes more tasks"
-            advice = f"the remaining samples are too few tasks; in a new run, {more}"
+            advice = f"the remaining samples make too few tasks; in a new run, {more}"
             return self._data("too few tasks", evidence, advice)
         read_s, busy = w.read_s or 0.0, self._readers_busy()
         on_core = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers

@@ -114,7 +114,7 @@ def plan_volume(
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
     32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
-    has at least that many cells if its starts allow it.  `data.region_size` overrides both.
+    has at least 32 cells if its starts allow it.  `data.region_size` overrides both.
 
     Args:
         voxel_bytes: bytes that a reader holds per voxel; more than the dtype's if a condition is read as well.

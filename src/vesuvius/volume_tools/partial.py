@@ -223,7 +223,7 @@ def open_partial(
     Args:
         out: path of the finished volume.
         record: the arguments, as plain JSON.
-        dtype, fill_value: of all levels.
+        dtype, fill_value: dtype and fill value of all levels.
         kind: "copy", "import", "drawing" or "phantom".
 
     Raises:

@@ -290,10 +290,10 @@ def write_phantom(
 
     Args:
         shape_zyx: at least `MIN_SIZE_VOXELS` along each axis.
-        on_progress: called after each chunk of any level with what is counted, the number done, and the total.
+        on_progress: called after each chunk of any level with the unit, the number done and the total.
 
     Returns:
-        The paths of both groups, their shape and levels, the bytes stored by this process, and its seconds.
+        The paths of both groups, their shape and levels, the bytes that this process stored, and the seconds it took.
 
     Raises:
         ConfigError: the name or the chunk is wrong, or something else is at `path`.

@@ -67,8 +67,8 @@ def multiscale(
     """OME-Zarr 0.4 metadata of a pyramid with the levels 0, 1, ..., all starting at the same corner.
 
     Args:
-        scale_zyx: of the finest level.
-        translation_zyx: of all levels; None = omitted.
+        scale_zyx: scale of the finest level.
+        translation_zyx: translation of all levels; None = omitted.
     """
     axes = [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})

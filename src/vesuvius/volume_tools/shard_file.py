@@ -18,7 +18,7 @@ class ShardFile:
     """A shard: chunks in the order of arrival, each with a CRC-32C, then their index.
 
     Args:
-        path: of the finished shard; it is written next to it, under a temporary name.
+        path: path of the finished shard; until then, a temporary file next to it is written.
         chunks: capacity of the shard.
     """
 

@@ -95,7 +95,7 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
     Args:
         entry, dataset: a `multiscales` entry, and its dataset for the level.
         ndim: axes of the level's array.
-        name: of the volume, for messages.
+        name: name of the volume, for messages.
 
     Raises:
         DataError: there is a transformation of another type, or the metadata are malformed.
@@ -210,7 +210,7 @@ def find_axes(
     is skipped.
 
     Args:
-        name: of the volume, for messages.
+        name: name of the volume, for messages.
         ome_names: from the group's metadata; None without them.
 
     Returns:

@@ -96,7 +96,7 @@ class MissingChunks:
     """Classifies absent chunks of a volume: air, gone, or stored under other keys.
 
     Args:
-        name: of the volume, for messages.
+        name: name of the volume, for messages.
         metadata: checked before a chunk counts as gone.
         policy: `data.missing_chunk`.
         stored: the chunks in a listing; if one of them is absent, it is damaged, not air.  None without a listing.
@@ -116,7 +116,7 @@ class MissingChunks:
         self._seen = np.zeros(grid.counts_zyx, bool)  # the OS allocates pages only for parts that are read
 
     def set_stored(self, stored: StoredChunks | None) -> None:
-        """Set the chunks in a listing."""
+        """Set which chunks the listing contains."""
         self._stored = stored
 
     def mark_present(self, chunk: Triple) -> None:
@@ -175,7 +175,7 @@ def check_keys(name: str, grid: ChunkGrid) -> None:
     Checks a page of a listing, or a few keys.
 
     Args:
-        name: of the volume, for messages.
+        name: name of the volume, for messages.
 
     Raises:
         DataError: no chunk is stored under any encoding, or some are stored under another one.

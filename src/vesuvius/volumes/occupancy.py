@@ -134,7 +134,7 @@ def coarse_map(
 def _spans(
     alignment: Alignment, axis: int, cell: int, step: int
 ) -> Iterator[tuple[tuple[int, int], slice, NDArray[np.float64]]]:
-    """`step` cells at a time along an axis, over the extent of the array.
+    """Yield spans of `step` cells along an axis, over the extent of the array.
 
     Yields:
         The array's voxels (start and stop) in these cells, the cells, and [cells, voxels]: how many positions of a cell

@@ -78,7 +78,7 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     fast = next(faster, best)
     how = "measured, not confirmed" if rates.of("run", fast) else "predicted"
     chosen = {
-        "A conservative": (smallest, f"least memory at {SLOWEST:.0%} of the speed of B: {in_words(smallest, best)}"),
+        "A conservative": (smallest, f"least memory at >= {SLOWEST:.0%} of B's speed: {in_words(smallest, best)}"),
         "B balanced": (best, "the unchanged config" if best == source else "recommended"),
         "C aggressive": (fast, f"faster ({how}): {in_words(fast, best)}"),
     }

@@ -184,7 +184,7 @@ def tune(request: TuneRequest) -> int:
 
 
 def _measure(search: Search, runner: TrialRunner, came: list[signal.Signals]) -> None:
-    """Raises TrialInterrupted after a signal."""
+    """Measure a cell.  Raises TrialInterrupted after a signal."""
     while (cell := search.cell) is not None:
         if came:
             raise TrialInterrupted("interrupted between two blocks")

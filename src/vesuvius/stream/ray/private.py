@@ -133,7 +133,7 @@ def daemon_messages(take: Callable[[Any], None]) -> Iterator[None]:
 def shut_down(on_handlers_restored: Callable[[], None]) -> None:
     """Run `ray.shutdown`, killing the daemons first.
 
-    It would send SIGTERM to each daemon and kill it after a second.  Ours block SIGTERM, so killing them at once saves
+    That sends SIGTERM to each daemon and kills it after a second.  Ours block SIGTERM, so killing them at once saves
     five seconds; their children are killed too, as they would only notice up to a minute later.
 
     Args:

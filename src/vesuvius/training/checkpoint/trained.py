@@ -74,7 +74,7 @@ class DataFacts:
         return sizes.pop() if len(sizes) == 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors and plain data."""
+        """Return the facts as tensors and plain data."""
         volumes = [
             vars(volume)
             | {"dtype": volume.dtype.name}

@@ -52,7 +52,7 @@ class TrainingFeed:
 
     @contextmanager
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
-        """As `DeviceFeed.open`."""
+        """Open the stream; arguments and errors as in `DeviceFeed.open`."""
         with ThreadPoolExecutor(1, "noise") as self._drawer, self._feed.open(**start) as stream:
             self._noise = self._prefetch_noise(start.get("first", 0) + self._feed.job.rank)
             yield stream

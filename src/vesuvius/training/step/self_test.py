@@ -84,9 +84,8 @@ def convolution_errors(
     """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
 
     Returns:
-        Relative error (norm of the difference over the norm of the float32 result) of the output and of the gradients
-            of
-        input, weight and bias.
+        Relative error (norm of the difference over the norm of the float32 result) of the output and of the
+        gradients of input, weight and bias.
     """
     generator = torch.Generator(device).manual_seed(2)
 

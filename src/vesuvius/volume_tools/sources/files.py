@@ -122,7 +122,7 @@ def open_npy(file: Path) -> Stored:
 
 
 def open_nifti(file: Path) -> Stored:
-    """Stored (X, Y, Z), x fastest.  Of the affine only the voxel size is used; voxels are not rescaled."""
+    """Open NIfTI, stored (X, Y, Z), x fastest.  Of the affine only the voxel size is used; voxels are not rescaled."""
     image = import_module("nibabel").load(file)
     data, header = image.dataobj, image.header
     names = ("XYZT" + "C" * len(data.shape))[: len(data.shape)]
@@ -132,7 +132,7 @@ def open_nifti(file: Path) -> Stored:
 
 
 def open_nrrd(file: Path) -> Stored:
-    """Stored (X, Y, Z), x fastest, after an optional color axis.  Of space directions only the lengths are used."""
+    """Open NRRD, stored (X, Y, Z), x fastest, after any color axis.  Of space directions only the lengths are used."""
     with file.open("rb") as stream:
         header: dict[str, Any] = import_module("nrrd").read_header(stream)
         start = stream.tell()

@@ -196,7 +196,7 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
     """The level of a group that a config selects.
 
     Args:
-        attributes: of the group; OME-Zarr 0.5 nests its own under "ome", 0.4 does not.
+        attributes: attributes of the group; OME-Zarr 0.5 nests its own under "ome", 0.4 does not.
 
     Raises:
         DataError: the group has no pyramid or no such level.

@@ -75,7 +75,7 @@ def find_signing(address: str, anonymous: bool | None) -> Signing:
 
 
 def _aws() -> Signing | str:
-    """The credentials, or what was looked for in vain; likewise in the functions below."""
+    """Return the credentials, or a text on where none were found; likewise in the functions below."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return Signing("signed with AWS_ACCESS_KEY_ID", {})
     from botocore.exceptions import BotoCoreError  # takes a third of a second

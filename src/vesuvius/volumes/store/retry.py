@@ -48,7 +48,7 @@ class Retrier:
     """Runs the reads of one store, and retries transient errors.  Thread-safe.
 
     Args:
-        address: of the store, for messages.
+        address: address of the store, for messages.
         patient: whether to retry for `outage_minutes` from the start; otherwise for a minute until the first answer.
         is_retryable: whether an error is transient.
         count: receives the number of requests and retries.
@@ -141,7 +141,7 @@ class Retrier:
         log.warning("%s (for %s); retrying for up to %s", oldest, format_duration(now - oldest.since), wait)
 
     def _end(self, answered: bool) -> None:
-        """Record that this thread's read has ended, with or without an answer of the store."""
+        """Record that this thread's read has ended, whether or not the store answered."""
         self._patient |= answered
         with self._lock:
             ended, logged = self._failing.pop(threading.get_ident(), None), self._logged
