@@ -94,6 +94,10 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
     before = voxels(out).tobytes()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
     assert "is already complete: 12x24x24 uint8" in capsys.readouterr().out
+    (tmp_path / "big.png").unlink()
+    (tmp_path / "big.png").mkdir()
+    assert draws(out, "--shape", "12,24,24", "--guidance", 0) == StorageError.exit_code
+    assert "Cannot write the picture" in capsys.readouterr().err
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
     assert "big.zarr was started with other arguments: seed 1 (was 0)" \
         in capsys.readouterr().err  # fmt: skip

@@ -83,7 +83,7 @@ def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
         (2, None, 96, (40, "20 voxels")),
         (0.5, None, 96, (50, "100 voxels")),
         (1, (8.0, 8.0, 8.0), 100, (62, "500 µm   (voxel 8 µm)")),
-        (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm   (voxel 8 x 4 x 2.5 µm)")),
+        (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm along x   (voxel 8 x 4 x 2.5 µm)")),
     ],
 )
 def test_a_scale_bar_has_the_length_along_x_that_its_label_states(

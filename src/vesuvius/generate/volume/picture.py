@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
+from vesuvius.errors import storage_errors
 from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
@@ -45,7 +46,7 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     """Write a PNG with the middle slices of a finished volume and of its labels, if they were written too.
 
     Raises:
-        DataError: the volume cannot be read.
+        DataError: the volume cannot be read, or the picture cannot be written.
     """
     grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
     cells, name = [], "generated"
@@ -54,7 +55,9 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
         cells, name = [MontageCell("labels", labels)], "generated from the labels"
     shown, scale, size_um = _volume_slices(request.out, grey)
     cells.append(MontageCell(name, shown))
-    draw_grid(cells, f"{request.out.name}: middle slices", ScaleBar(scale, size_um), len(cells)).save(picture)
+    grid = draw_grid(cells, f"{request.out.name}: middle slices", ScaleBar(scale, size_um), len(cells))
+    with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
+        grid.save(picture)
 
 
 def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int, FloatTriple | None]:

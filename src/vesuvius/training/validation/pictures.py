@@ -94,8 +94,10 @@ class ScaleBar:
             return pixels, f"{length:g} voxels"
         bar = f"{length / 1000:g} mm" if length >= 1000 else f"{length:g} µm"
         sizes = sorted({f"{size:.4g}" for size in self.voxel_size_um})
-        voxel = sizes[0] if len(sizes) == 1 else " x ".join(f"{size:.4g}" for size in self.voxel_size_um)
-        return pixels, f"{bar}   (voxel {voxel} µm)"
+        if len(sizes) == 1:
+            return pixels, f"{bar}   (voxel {sizes[0]} µm)"
+        voxel = " x ".join(f"{size:.4g}" for size in self.voxel_size_um)  # slices show cubes: the bar is that of x
+        return pixels, f"{bar} along x   (voxel {voxel} µm)"
 
 
 def draw_grid(cells: Sequence[MontageCell], title: str, scale_bar: ScaleBar, columns: int | None = None) -> Image.Image:
