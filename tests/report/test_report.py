@@ -292,7 +292,9 @@ def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> 
     assert results.columns == ("", f"same ({tmp_path / 'a'})", f"same ({tmp_path / 'b'})")
     overlaid = {chart.key: chart for chart in compared.charts}
     assert [len(series.x) for series in overlaid["step_s"].series] == [3, 3]
-    assert "same" in shown(*reports).text
+    page = shown(*reports)
+    assert "same" in page.text
+    assert "Training loss, over step" in [attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg"]
 
 
 def test_the_command_writes_a_new_folder_each_time(

@@ -168,7 +168,7 @@ def _svg(chart: Chart) -> Markup:
         _dress(axes, chart)
         file = io.StringIO()
         canvas.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(file.getvalue(), f"{chart.title}, {chart.unit}, over {chart.x_label}")
+    return _inline(file.getvalue(), ", ".join(filter(None, (chart.title, chart.unit, f"over {chart.x_label}"))))
 
 
 def label_heights(chart: Chart, gap: float = 0.085) -> list[float]:
