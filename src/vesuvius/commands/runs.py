@@ -32,6 +32,8 @@ def report(argv: list[str]) -> int:
         help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
     )  # fmt: skip
     args = parser.parse_args(argv)
+    if args.out is not None and args.serve is not None:
+        parser.error("--out writes a page and --serve serves one; give only one of them")
     runs = [find_run(text) for text in args.runs]
     from vesuvius.report.model import write_report  # imports numpy and matplotlib
     from vesuvius.report.serve import HOST, LivePage, open_server

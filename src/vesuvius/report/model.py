@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vesuvius.config.describe import flatten
+from vesuvius.errors import EXIT_NONFINITE
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import (
@@ -140,7 +141,9 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     if state.startswith(_STOPPED):
         return f"Stopped early at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
     if state.startswith("ended") and not state.startswith("ended with exit code 0"):
-        return f"Failed at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
+        # A resume after non-finite steps would only repeat them.
+        commands = () if state.startswith(f"ended with exit code {EXIT_NONFINITE}") else (resume,)
+        return f"Failed at step {steps} ({state}). Last verdict: {bottleneck}", "bad", commands
     if state.startswith("ended"):
         return f"Finished at step {steps}. {bottleneck}", "good", tune
     left = _time_left(records.columns, state)

@@ -94,7 +94,7 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         spread = "constant in all patches measured: nothing to learn"
     return [
         *lines,
-        f"sampling   {plan.regions_in_flight} regions in flight ({memory}) of {plan.patches_per_region} patches",
+        f"order      {plan.regions_in_flight} regions in flight ({memory}) of {plan.patches_per_region} patches",
         *_resident_lines(config, checked),
         f"noise      {config.diffusion.noise}, sigma {sigmas}; data: mean {spectrum.mean:.3g}, {spread}",
     ]
