@@ -31,13 +31,13 @@ def test_labels_of_the_classes_are_accepted(dtype: str) -> None:
 
 OUTSIDE: list[tuple[str, list[Any], tuple[int, ...], str]] = [
     ("uint64", [2**64 - 1, 2**53 + 1, 0, 2**53 + 1], TWO, r"labels 9007199254740993, 18446744073709551615 in .* 75 %"),
-    ("uint8", [0, 1, 255, 1], TWO, r"labels 255 in .* of the 2 classes 0 ... 1: 25 %"),
+    ("uint8", [0, 1, 255, 1], TWO, r"labels 255 in .* among the 2 classes 0 ... 1: 25 %"),
     ("int16", [0, -1], TWO, "labels -1 in"),
     ("int64", [2**32, 2**32 + 1], TWO, "labels 4294967296, 4294967297 in"),
     ("float32", [0, 0.5, 1, 1], TWO, "labels 0.5 in"),
     ("float64", [0, np.nan], TWO, "labels nan in"),
     ("bool", [False, True], (0,), "labels 1 in"),
-    ("uint8", [0, 3], FOUR, "labels 3 in .* of the 4 classes 0, 1, 2, 255: 50 %"),
+    ("uint8", [0, 3], FOUR, "labels 3 in .* among the 4 classes 0, 1, 2, 255: 50 %"),
     ("uint8", list(range(10)), TWO, r"and 3 more in"),
 ]
 
@@ -71,7 +71,7 @@ def test_instance_labels_are_refused_before_a_run_and_in_every_command(tmp_path:
             lambda: given.read(given.condition, ((0, 0, 0), (8, 8, 8))),
         ]
         for act in shown:
-            with pytest.raises(DataError, match=r"labels 1099511627\d+, .* in .*labels.zarr are none of"):
+            with pytest.raises(DataError, match=r"labels 1099511627\d+, .* in .*labels.zarr are not among"):
                 act()
 
 
@@ -82,6 +82,8 @@ def test_a_rare_label_outside_the_classes_ends_the_run(tmp_path: Path) -> None:
     data = prepare_data(0, config)
     data.intensity_ranges(config)  # a few patches show nothing
     with open_stream(data.job) as stream:
-        with pytest.raises(DataError, match=r"labels 7 in .*labels.zarr are none .* of the voxels in z \d+:9\d, y"):
+        with pytest.raises(
+            DataError, match=r"labels 7 in .*labels.zarr are not among .* of the voxels in z \d+:9\d, y"
+        ):
             list(itertools.islice(stream, 2000))
         assert not stream.quarantined

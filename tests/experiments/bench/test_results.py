@@ -143,7 +143,7 @@ def test_a_bench_of_ranks_has_efficiency_and_band() -> None:
     assert [each.efficiency for each in found] == [1.0, pytest.approx(0.95), pytest.approx(0.55)]
     words = "training.ranks=4 is fastest: 2.20 times as fast as training.ranks=1 (2.20 to 2.20 times as fast)."
     assert headline(found) == words
-    assert {"efficiency", "exchange, s"} <= set(table_of(found).columns)
+    assert {"efficiency", "comm, s"} <= set(table_of(found).columns)
     (scaling,) = build_page("n", "d", {}, found, "", "vesuvius train").charts
     measured, ideal = scaling.series
     assert ideal.mid.tolist() == [measured.mid[0] * count for count in (1, 2, 4)]
