@@ -218,7 +218,7 @@ def main() -> None:
         wait = [share for each in figures if (share := each.get("wait_share")) is not None]
         print(
             f"{name}: median {figures_words(figures)}, "
-            f"{speed_words(compare_one_of(pairs, len(others)))} as {base[0]}"
+            f"{speed_words(compare_one_of(pairs, len(others)), base[0])}"
             + (f", data wait {100 * median(wait):.1f} %" if wait else "")
         )
 
