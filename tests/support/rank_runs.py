@@ -53,8 +53,8 @@ def started_ranks(
             process.wait()
 
 
-def ends_of(processes: Sequence[Any], timeout_s: float = 300) -> list[int]:
-    """Exit codes of all ranks, after waiting for them."""
+def ends_of(processes: Sequence[Any], timeout_s: float = 240) -> list[int]:
+    """Exit codes of all ranks; a hang raises before the limit of a test, 300 s, ends the process of the tests."""
     return [process.wait(timeout=timeout_s) for process in processes]
 
 
