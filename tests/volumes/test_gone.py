@@ -18,7 +18,6 @@ from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -38,7 +37,9 @@ def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
 def open_at(address: str, stored: Any = None) -> Volume:
     """`stored` is bool over the chunk grid, or a path to list."""
     listed = list_chunks(open_at(str(stored))) if isinstance(stored, Path) else stored
-    return open_volume(ArrayConfig(path=address), FAST, stored=None if listed is None else StoredChunks.of(listed))
+    volume = open_volume(ArrayConfig(path=address), FAST)
+    volume.missing.listed = listed
+    return volume
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])

@@ -34,7 +34,6 @@ from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, tripl
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash
-from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.occupancy import Bools, list_objects, read_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -78,7 +77,7 @@ class Reading:
 
     spec: ArrayConfig
     store: StoreConfig
-    stored: StoredChunks | None
+    listed: Bools | None  # chunks that must exist; None = unknown
 
 
 def verify_volume(
@@ -102,7 +101,7 @@ def verify_volume(
     """
     started = time.monotonic()
     with closing(open_volume(spec, store)) as volume:
-        objects, stored = _objects(volume)
+        objects, listed = _objects(volume)
         journal = _journal_of(volume)
         with _storage_errors(journal):
             journal.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def verify_volume(
         if before:
             words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))
-        reads = _read_tasks(Reading(spec, store, stored), volume.grid, _tasks(volume.grid, left), processes)
+        reads = _read_tasks(Reading(spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
         with closing(reads):
             for (some, chunks), broken in reads:
                 if not broken:  # broken chunks are read again by the next process, they may have been restored
@@ -223,7 +222,8 @@ def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
     global _opened
     assert _reading is not None
     if _opened is None:
-        _opened = open_volume(_reading.spec, _reading.store, reopened=True, stored=_reading.stored)
+        _opened = open_volume(_reading.spec, _reading.store, reopened=True)
+        _opened.missing.listed = _reading.listed
     volume, broken, lost = _opened, list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
     for i, box in enumerate(boxes):
@@ -243,7 +243,7 @@ def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
 # ---- tasks and progress
 
 
-def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
+def _objects(volume: Volume) -> tuple[Bools, Bools | None]:
     """Which chunks (or shards) to read, and which chunks must exist (None = unknown)."""
     sidecar = read_sidecar(volume)
     grid = volume.grid
@@ -253,7 +253,7 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
         return objects, None
     per_object = [-(-n // c) for n, c in zip(sidecar.shape, counts, strict=True)]
     objects[tuple((np.argwhere(sidecar) // per_object).T)] = True
-    return objects, StoredChunks.of(sidecar) if sidecar.shape == grid.counts_zyx else None
+    return objects, sidecar if sidecar.shape == grid.counts_zyx else None
 
 
 def _journal_of(volume: Volume) -> Path:

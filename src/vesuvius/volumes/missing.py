@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,24 +39,6 @@ _FORMS: tuple[KeyForm, ...] = (("default", "/"), ("default", "."), ("v2", "/"), 
 _FIRST_PROBES, _PROBES = 8, 64
 _PAGE = 1000  # keys of a listing that are checked
 _NAMES = 100_000  # names in an array's folder on disk that are checked
-
-
-@dataclass(frozen=True, eq=False)
-class StoredChunks:
-    """The chunks in a listing, one bit each.  Picklable."""
-
-    bits: NDArray[np.uint8]  # in C order, eight to a byte
-    counts_zyx: Triple  # chunks along each axis
-
-    @classmethod
-    def of(cls, occupancy: NDArray[np.bool_]) -> StoredChunks:
-        """Pack bool over the chunk grid (z, y, x)."""
-        return cls(np.packbits(occupancy), triple(occupancy.shape))
-
-    def any_of(self, chunks: tuple[range, range, range]) -> bool:
-        """Whether any chunk of a box of chunks is stored."""
-        numbers = np.ravel_multi_index(np.ix_(*chunks), self.counts_zyx)
-        return bool((self.bits[numbers >> 3] >> (7 - (numbers & 7)) & 1).any())
 
 
 class MetadataCheck:
@@ -99,25 +80,17 @@ class MissingChunks:
         name: name of the volume, for messages.
         metadata: checked before a chunk counts as gone.
         policy: `data.missing_chunk`.
-        stored: the chunks in a listing; if one of them is absent, it is damaged, not air.  None without a listing.
+
+    Attributes:
+        listed: an array over the chunk grid that is not 0 for the chunks in a listing; if one of them is absent, it is
+            damaged, not air.  None without a listing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        grid: ChunkGrid,
-        metadata: MetadataCheck,
-        policy: Literal["air", "error"],
-        stored: StoredChunks | None,
-    ) -> None:
-        self._name, self._grid, self._metadata = name, grid, metadata
-        self._policy, self._stored = policy, stored
+    def __init__(self, name: str, grid: ChunkGrid, metadata: MetadataCheck, policy: Literal["air", "error"]) -> None:
+        self._name, self._grid, self._metadata, self._policy = name, grid, metadata, policy
         self._keys_checked = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # the OS allocates pages only for parts that are read
-
-    def set_stored(self, stored: StoredChunks | None) -> None:
-        """Set which chunks the listing contains."""
-        self._stored = stored
+        self.listed: NDArray[Any] | None = None
 
     def mark_present(self, chunk: Triple) -> None:
         """Remember that a chunk is stored."""
@@ -136,14 +109,13 @@ class MissingChunks:
                 "data.missing_chunk=error; restore the chunk, or set data.missing_chunk=air"
             )
         # If a shard is gone and any of its chunks existed, all of it is damaged, for every box that touches it.
-        # All of a shard is damaged if it is gone with one chunk that was there: the same for every box that touches it.
         grid = self._grid
         object_absent = grid.is_object_absent(chunk)
         damaged = grid.object_box(chunk) if object_absent else grid.box_of(chunk)
-        chunks = chunk_ranges(damaged, grid.chunk_zyx)
-        seen = bool(self._seen[slices(box_along((r.start, r.stop) for r in chunks))].any())
-        listed = self._stored is not None and self._stored.any_of(chunks)
-        self._metadata.check(at_once=seen or listed)
+        chunks = slices(box_along((r.start, r.stop) for r in chunk_ranges(damaged, grid.chunk_zyx)))
+        seen = self._seen[chunks].any()
+        listed = self.listed is not None and self.listed[chunks].any()
+        self._metadata.check(at_once=bool(seen or listed))
         if seen or listed:
             cause = f"{'it was read before' if seen else 'it is listed'}, but is now missing"
             raise UnreadableChunkError(self._name, box, chunk, damaged, cause)

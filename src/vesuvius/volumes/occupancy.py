@@ -28,7 +28,6 @@ from vesuvius.volumes.alignment import Alignment, log_alignment
 from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
-from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import Nan
 
@@ -67,9 +66,9 @@ class ForegroundMap:
         digest.update(np.ascontiguousarray(self.fraction).data)
         return digest.hexdigest()[:16]
 
-    def stored(self, chunk_zyx: Triple) -> StoredChunks | None:
-        """The chunks in the listing; None without a listing, or with one of shards, where any chunk may be absent."""
-        return StoredChunks.of(self.fraction > 0) if self.listed and self.cell_zyx == chunk_zyx else None
+    def stored(self, chunk_zyx: Triple) -> NDArray[np.uint8] | None:
+        """The map if its cells are chunks in a listing; None without one, or for shards, whose chunks may be absent."""
+        return self.fraction if self.listed and self.cell_zyx == chunk_zyx else None
 
 
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:

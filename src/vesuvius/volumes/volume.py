@@ -33,7 +33,7 @@ from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, Repla
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, find_axes, space_of
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks, check_keys
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks, check_keys
 from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
@@ -62,13 +62,12 @@ class Volume:
     node: Node
     missing_chunk: Literal["air", "error"]
     nan: Nan
-    stored: StoredChunks | None
 
     def __post_init__(self) -> None:
         self.grid = ChunkGrid(self.array, self.axes, self.source)
         self.wait_s = 0.0  # total time that `read` has waited for a remote store
         self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)
-        self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk, self.stored)
+        self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk)
         self._voxels_read = self._nonfinite = 0
         self._decode = ChunkDecoder(self.array)
         self._staging = Staging(self.grid) if self.source.remote else None
@@ -320,14 +319,12 @@ def open_volume(
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
     reopened: bool = False,
-    stored: StoredChunks | None = None,
 ) -> Volume:
     """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata and checks a few chunk keys.
 
     Args:
         reopened: another process has opened the volume before: keys are not checked, and a store that does not answer
             is an outage.  Otherwise a store that has never answered is given up after a minute.
-        stored: the chunks in a listing; none of them may be absent.
 
     Raises:
         DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
@@ -350,7 +347,7 @@ def open_volume(
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
-            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan, stored)
+            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan)
             if not reopened:
                 check_keys(name, volume.grid)
             return volume

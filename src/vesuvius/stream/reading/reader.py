@@ -32,7 +32,6 @@ from vesuvius.stream.reading.reading_log import crashed_chunks, open_reading_log
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
@@ -59,8 +58,6 @@ class ReaderJob:
     # of the patches; condition_dtype is None without conditions
     dtype: str
     condition_dtype: str | None = None
-    # the stored chunks of each volume that was listed: a missing one is damage, not air
-    stored: tuple[StoredChunks | None, ...] = ()
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
@@ -331,11 +328,9 @@ def _open_arrays(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignm
     """Open a volume, and its condition if it has one, with their alignments to the volume."""
     data, spec = job.data, job.data.volumes[volume_index]
     specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
-    stored = (job.stored[volume_index] if job.stored else None, None)
-    arrays = [
-        open_volume(array, data.store, data.missing_chunk, nan, reopened=True, stored=listed)
-        for (array, nan), listed in zip(specs, stored, strict=False)
-    ]
+    arrays = [open_volume(array, data.store, data.missing_chunk, nan, reopened=True) for array, nan in specs]
+    if (foreground := job.plan.volumes[volume_index].foreground) is not None:
+        arrays[0].missing.listed = foreground.map.stored(arrays[0].chunk_zyx)
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 
 

@@ -220,11 +220,10 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
-    listed, within, splits, planned = [], [], [], []
+    within, splits, planned = [], [], []
     for index, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
         foreground = foreground_map(volume, spec, config)
-        listed.append(foreground.stored(volume.chunk_zyx) if foreground else None)
-        volume.missing.set_stored(listed[-1])
+        volume.missing.listed = foreground.stored(volume.chunk_zyx) if foreground else None
         box = (foreground and foreground.within) or ((0, 0, 0), volume.shape_zyx)
         if conditions:
             box = intersection(box, log_alignment(volume, conditions[index], "the condition").covered)
@@ -245,7 +244,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
             )
         )
     plan = make_plan(seed, config, planned)
-    job = ReaderJob(plan, config, dtype, condition_dtype, tuple(listed), rank=rank, world=world)
+    job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world=world)
     return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
 
 
