@@ -20,10 +20,10 @@ import torch
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor import monitor as monitor_module
-from vesuvius.monitor.memory.guard import Order
+from vesuvius.monitor.memory.guard import LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.monitor import LoopStatus, Monitor, kills_text
+from vesuvius.monitor.monitor import Monitor, kills_text
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse

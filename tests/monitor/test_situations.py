@@ -25,7 +25,7 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.memory.guard import Guard
+from vesuvius.monitor.memory.guard import Guard, LoopStatus
 from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
@@ -56,7 +56,7 @@ def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
         risk = watch.add(each)
-        order = guard.judge(each.time, risk, step_s=1.0, can_shrink=True, readers={11})
+        order = guard.judge(each.time, risk, LoopStatus(step_s=1.0, can_shrink=True, readers={11: GIB}))
     blamed = ", by others" if risk.is_of_others(limits) else ""
     return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
 

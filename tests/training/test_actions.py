@@ -19,9 +19,9 @@ from tests.support.runs import records_of, vesuvius_train
 from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
-from vesuvius.monitor.memory.guard import Order
+from vesuvius.monitor.memory.guard import LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
-from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import Cause, Verdict
 from vesuvius.runlog.records import read_records

@@ -14,20 +14,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from vesuvius.monitor.memory.guard import Guard, Order
+from vesuvius.monitor.memory.guard import Guard, LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
-from vesuvius.monitor.system_record import SystemWindow, system_figures
+from vesuvius.monitor.system_record import system_figures
 from vesuvius.runlog.files import AsyncWriter, directory_bytes
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
@@ -46,21 +45,6 @@ _BLIND_EVERY_S = 600.0
 _DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; the driver of a failed GPU may never answer
-
-
-@dataclass(frozen=True)
-class LoopStatus:
-    """State of the training loop, for the monitor."""
-
-    step: int = 0  # optimizer steps done
-    step_s: float = 0.0  # longest recent step
-    # private memory of each reader by pid, as last reported; includes readers on other machines
-    readers: Mapping[int, int] = field(default_factory=dict)
-    # pids of the readers on this machine, which may be children of a Ray that another process started
-    local_readers: frozenset[int] = frozenset()
-    workers: int | None = None  # current number of readers
-    can_shrink: bool = False  # whether readers or prefetched batches can be reduced
-    can_drop: bool = False  # whether volumes are kept in memory
 
 
 class Monitor:
@@ -202,8 +186,8 @@ class Monitor:
                 if stopped or rises or single > 0 or len(samples) >= most:
                     step, readers = self.loop_status.step, self._last_samples[-1].reader_bytes
                     limit_bytes = tightest(sample, self._policy).limit_bytes
-                    window = SystemWindow(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
-                    self._writer.submit(partial(self._write, window))
+                    figures = system_figures(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
+                    self._writer.submit(partial(self._write, figures))
                     samples, vrams, single = [], [], single - 1
             except Exception:  # a failing monitor must not end the run
                 self._warn_blind()
@@ -222,13 +206,11 @@ class Monitor:
 
     def _judge(self, sample: SystemSample, before: Level) -> None:
         """Judge the risk, log when its level changes, and ask the guard for an order."""
-        loop, ordered = self.loop_status, self.order
+        ordered = self.order
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
-                self.order = self._guard.judge(
-                    time.monotonic(), risk, loop.step_s, loop.can_shrink, loop.readers, loop.can_drop
-                )
+                self.order = self._guard.judge(time.monotonic(), risk, self.loop_status)
             order = self.order
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill is {risk.level.name}: {risk.reason}"
@@ -277,9 +259,8 @@ class Monitor:
         self._last_samples.append(recent)
         self._writer.submit(partial(self._recent.write, recent))
 
-    def _write(self, window: SystemWindow) -> None:
-        record = self._records.write("system", **system_figures(window), disk=self._disk_use())
-        self._on_record(record)
+    def _write(self, figures: dict[str, Any]) -> None:
+        self._on_record(self._records.write("system", **figures, disk=self._disk_use()))
 
     def _disk_use(self) -> dict[str, int] | None:
         """Free space and size of the run directory, at most once a minute; None if the disk cannot tell."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from vesuvius.monitor.memory.risk import Risk
@@ -12,34 +12,38 @@ from vesuvius.monitor.probes.system_sample import Rates, SystemSample
 from vesuvius.monitor.probes.vram import VramUse
 
 
-@dataclass(frozen=True)
-class SystemWindow:
-    """Samples between two records."""
+def system_figures(
+    step: int,
+    samples: Sequence[SystemSample],
+    vrams: Sequence[VramUse],
+    limit_bytes: int,
+    readers: Mapping[int, int],
+    risk: Risk,
+    rates: Rates | None,
+) -> dict[str, Any]:
+    """Return the fields of the record: [min, mean, max] for figures that vary, null for unknown ones.  Pure.
 
-    step: int  # optimizer steps done
-    samples: Sequence[SystemSample]  # at least one, in order
-    vrams: Sequence[VramUse]  # of the trainer's GPU; one per sample, or none
-    limit_bytes: int  # memory that the run may use
-    readers: Mapping[int, int]  # private memory of each reader, by pid
-    risk: Risk  # of the last sample
-    rates: Rates | None  # of the last ten seconds; None at the beginning
-
-
-def system_figures(window: SystemWindow) -> dict[str, Any]:
-    """Return the fields of the record: [min, mean, max] for figures that vary, null for unknown ones.  Pure."""
-    samples, last, rates, risk = window.samples, window.samples[-1], window.rates, window.risk
+    Args:
+        samples: those since the last record, at least one.
+        vrams: of the trainer's GPU; one per sample, or none.
+        limit_bytes: memory that the run may use.
+        readers: private memory of each reader, by pid.
+        risk: of the last sample.
+        rates: of the last ten seconds; None at the beginning.
+    """
+    last = samples[-1]
     gpus: dict[str, list[GpuUse]] = {}
     for gpu in (gpu for sample in samples for gpu in sample.gpus):  # without GPUs that fail to answer
         gpus.setdefault(gpu.uuid, []).append(gpu)
     figures: dict[str, Any] = {
-        "step": window.step,
+        "step": step,
         "samples": len(samples),
-        "limit_bytes": window.limit_bytes,
+        "limit_bytes": limit_bytes,
         "used_bytes": _sizes([sample.used_bytes for sample in samples]),
         "anon_bytes": _sizes([sample.anon_bytes for sample in samples]),
         "shared_bytes": _sizes([sample.shared_bytes for sample in samples]),
         "trainer_bytes": _sizes([sample.processes[0].anon_bytes for sample in samples]),
-        "readers": {str(pid): size for pid, size in window.readers.items()},
+        "readers": {str(pid): size for pid, size in readers.items()},
         "page_cache_bytes": last.cgroup.file_bytes if last.cgroup else last.machine.page_cache_bytes,
         "machine_available_bytes": min(sample.machine.available_bytes for sample in samples),
         "swap_used_bytes": last.machine.swap_used_bytes,
@@ -48,14 +52,14 @@ def system_figures(window: SystemWindow) -> dict[str, Any]:
         "killer": {name: getattr(risk.limits[0], name) for name in ("name", "used_bytes", "kills_at_bytes")},
         "growth_bytes_s": asdict(risk.trend) if risk.trend else None,
         "exhaustion_s": asdict(risk.exhaustion) if risk.exhaustion else None,
-        "vram": _vram_figures(window.vrams) if window.vrams else None,
+        "vram": _vram_figures(vrams) if vrams else None,
         "gpus": [_gpu_figures(gpus[uuid]) for uuid in sorted(gpus, key=lambda uuid: gpus[uuid][-1].index)],
     }
     if rates is not None:
         own = rates.process_cores
         figures["cores_busy"] = round(sum(rates.core_busy), 2)
         figures["core_busy"] = _shares(rates.core_busy)  # over all cores: one figure per core would be too long
-        figures["reader_cores"] = {str(pid): round(own[pid], 2) for pid in window.readers if pid in own}
+        figures["reader_cores"] = {str(pid): round(own[pid], 2) for pid in readers if pid in own}
         figures["trainer_cores"] = round(own.get(last.processes[0].pid, 0.0), 2)
     return figures
 

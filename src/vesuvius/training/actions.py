@@ -16,9 +16,9 @@ from typing import Any
 
 from vesuvius.errors import EXIT_GUARD, ConfigError
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.memory.guard import Order, Rung
+from vesuvius.monitor.memory.guard import LoopStatus, Order, Rung
 from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
-from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from tests.monitor.memory.simulated import MB, healthy_series, sample
-from vesuvius.monitor.memory.guard import Guard, Order
+from vesuvius.monitor.memory.guard import Guard, LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.memory.risk import Exhaustion, Level, Risk, RiskWatch, Trend
 from vesuvius.runlog.units import GIB
@@ -52,11 +52,12 @@ class Machine:
             if used >= RAY_GIB * GIB:
                 self.killed_s = t
                 return self
-            processes = {1: trainer, **{10 + opened_s * 100 + i: size for i, size in enumerate(readers)}}
-            risk = watch.add(sample(t, 24 * GIB, used, processes=processes))
+            by_pid = {10 + opened_s * 100 + i: size for i, size in enumerate(readers)}
+            risk = watch.add(sample(t, 24 * GIB, used, processes={1: trainer, **by_pid}))
             self.levels.append(risk.level)
             can_shrink = self.prefetch > 1 or self.workers > 1
-            order = guard.judge(float(t), risk, self.step_s, can_shrink, processes.keys() - {1})
+            loop = LoopStatus(step_s=self.step_s, can_shrink=can_shrink, readers=by_pid)
+            order = guard.judge(float(t), risk, loop)
             if order is not None and order is not held:
                 self.orders.append((t, order))
             held = order
@@ -228,10 +229,11 @@ def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, 
     return Risk(level, f"at {share:.0%}", (limit,), trend, exhaustion, {7: trend} if trend else {})
 
 
-def _rung(
-    guard: Guard, time_s: float, risk: Risk, step_s: float = 3.0, can_shrink: bool = True, readers=(), can_drop=False
-):
-    order = guard.judge(time_s, risk, step_s, can_shrink, readers, can_drop)
+STEADY = LoopStatus(step_s=3.0, can_shrink=True)
+
+
+def _rung(guard: Guard, time_s: float, risk: Risk, **loop):
+    order = guard.judge(time_s, risk, replace(STEADY, **loop))
     return order and order.rung
 
 
@@ -257,7 +259,7 @@ def test_volumes_in_memory_are_dropped_before_readers_are_changed():
     guard, full = Guard(LIMITS), _risk(0.855)
     assert _rung(guard, 0, _risk(0.835), can_drop=True) is None
     assert _rung(guard, 1, full, can_drop=True) == "drop"
-    assert _rung(guard, 2, _risk(0.6, 45.0), readers={7}, can_drop=True) == "drop", "until it was carried out"
+    assert _rung(guard, 2, _risk(0.6, 45.0), readers={7: 1}, can_drop=True) == "drop", "until it was carried out"
     guard.carried_out(3)
     assert [_rung(guard, s, full) for s in (4, 14)] == [None, "shrink"]
     guard.carried_out(15)
@@ -266,17 +268,17 @@ def test_volumes_in_memory_are_dropped_before_readers_are_changed():
 
 def test_leaking_readers_are_restarted_as_often_as_needed_while_there_is_time():
     guard = Guard(LIMITS)
-    assert [_rung(guard, 0, _risk(0.6, left), readers={7}) for left in (60.0, 45.0)] == [None, "restart"]
+    assert [_rung(guard, 0, _risk(0.6, left), readers={7: 1}) for left in (60.0, 45.0)] == [None, "restart"]
     guard.carried_out(1)
-    assert [_rung(guard, s, _risk(0.6, 45.0), readers={7}) for s in (2, 10, 11)] == [None, None, "restart"]
+    assert [_rung(guard, s, _risk(0.6, 45.0), readers={7: 1}) for s in (2, 10, 11)] == [None, None, "restart"]
 
 
 def test_an_order_is_repeated_until_carried_out():
     """The exit needs its share for three seconds."""
     guard = Guard(LIMITS)
-    first = guard.judge(0, _risk(0.86), 3.0, True)
+    first = guard.judge(0, _risk(0.86), STEADY)
     assert first == Order("shrink", "at 86%")
-    assert guard.judge(5, _risk(0.82), 3.0, True) is first
+    assert guard.judge(5, _risk(0.82), STEADY) is first
     guard.carried_out(6)
     assert [_rung(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
     assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
@@ -297,7 +299,7 @@ def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
         return Risk(Level.CRITICAL, "close to running out of memory", (limit,), None, None, {})
 
     guard = Guard(limits)
-    assert guard.judge(0.0, at(0.95), 1.0, False) is None, "5 of the last 8 % are left: it may pass"
-    order = guard.judge(1.0, at(0.965), 1.0, False)
+    assert guard.judge(0.0, at(0.95), LoopStatus(step_s=1.0)) is None, "5 of the last 8 % are left: it may pass"
+    order = guard.judge(1.0, at(0.965), LoopStatus(step_s=1.0))
     assert order is not None
     assert order.rung == "exit"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, largest_share, shrinking_helps, used_share
@@ -18,6 +18,21 @@ _SAVE_S = 15.0  # to write a checkpoint and exit
 _EXIT_HOLD_S = 3.0  # a shorter peak above exit_at is ignored
 _GROWN_BY = 0.01  # growth of other programs, as a share, before another checkpoint is saved because of them
 _SAVED_S = 300.0  # least time between two such checkpoints
+
+
+@dataclass(frozen=True)
+class LoopStatus:
+    """State of the training loop, for the monitor."""
+
+    step: int = 0  # optimizer steps done
+    step_s: float = 0.0  # longest recent step
+    # private memory of each reader by pid, as last reported; includes readers on other machines
+    readers: Mapping[int, int] = field(default_factory=dict)
+    # pids of the readers on this machine, which may be children of a Ray that another process started
+    local_readers: frozenset[int] = frozenset()
+    workers: int | None = None  # current number of readers
+    can_shrink: bool = False  # whether readers or prefetched batches can be reduced
+    can_drop: bool = False  # whether volumes are kept in memory
 
 
 @dataclass(frozen=True)
@@ -51,23 +66,11 @@ class Guard:
         self._beyond_exit_since_s: float | None = None
         self._saved_s, self._saved_at = -math.inf, -math.inf  # time and share of the last "save" order
 
-    def judge(
-        self,
-        time_s: float,
-        risk: Risk,
-        step_s: float,
-        can_shrink: bool,
-        readers: Collection[int] = (),
-        can_drop: bool = False,
-    ) -> Order | None:
+    def judge(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
         """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
 
         Args:
             time_s: time of the sample, in seconds of any clock.
-            step_s: longest recent step: the delay with which an order may be carried out.
-            can_shrink: whether readers or prefetched batches can be reduced.
-            readers: pids of the readers.
-            can_drop: whether volumes are kept in memory.
         """
         helped = [limit for limit in risk.ours if shrinking_helps(limit, self._policy)]
         if risk.level is Level.LOW:
@@ -77,7 +80,7 @@ class Guard:
             return self._save(time_s, risk, helped)
         grows = risk.exhaustion is not None and risk.own_grows and risk.ours[0] in helped
         left_s = risk.exhaustion.within_s if grows and risk.exhaustion else math.inf
-        rung = self._rung(time_s, helped, left_s, step_s, can_shrink, _leaks(risk, readers), can_drop)
+        rung = self._rung(time_s, helped, left_s, loop, _leaks(risk, loop.readers))
         if rung and (self._order is None or self._order.rung == "save" or rung == "exit" != self._order.rung):
             self._order = Order(rung, risk.reason)
         return self._order or self._save(time_s, risk, helped)
@@ -92,29 +95,22 @@ class Guard:
         self._order, self._carried_out_s = None, time_s
 
     def _rung(
-        self,
-        time_s: float,
-        helped: Sequence[MemoryLimit],
-        left_s: float,
-        step_s: float,
-        can_shrink: bool,
-        leaks: bool,
-        can_drop: bool,
+        self, time_s: float, helped: Sequence[MemoryLimit], left_s: float, loop: LoopStatus, leaks: bool
     ) -> Rung | None:
         share = largest_share(helped, self._policy)
-        exit_s = 2 * step_s + _SAVE_S  # an order waits for the current step, and the next one may be as long
+        exit_s = 2 * loop.step_s + _SAVE_S  # an order waits for the current step, and the next one may be as long
         shows = time_s - self._carried_out_s >= _SHOWS_S
         if self._stays_beyond_exit(time_s, share, helped[0]) or (shows and left_s <= exit_s):
             return "exit"
         if not shows:
             return None
         is_full = share >= self._policy.shrink_at
-        if is_full and can_drop:
+        if is_full and loop.can_drop:
             return "drop"
-        if leaks and left_s > exit_s + step_s and (is_full or left_s <= exit_s + 2 * step_s + 2 * _SHOWS_S):
+        if leaks and left_s > exit_s + loop.step_s and (is_full or left_s <= exit_s + 2 * loop.step_s + 2 * _SHOWS_S):
             return "restart"
         # While the trend restarts, continuing growth is not visible.
-        if is_full and can_shrink and not self._has_shrunk and left_s > exit_s + step_s + _TREND_S:
+        if is_full and loop.can_shrink and not self._has_shrunk and left_s > exit_s + loop.step_s + _TREND_S:
             return "shrink"
         return None
 
