@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vesuvius.experiments.tune.worker import vram_bytes
-from vesuvius.monitor.probes.vram import Peaks, Vram, VramUse, used_share
+from vesuvius.monitor.probes.vram import _PEAKS, Vram, VramUse, used_share
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def fake_cuda(peaks: list[int], initialized: bool = True) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vesuvius.monitor.probes.vram._ended", Peaks())
+    monkeypatch.setattr("vesuvius.monitor.probes.vram._ended", dict.fromkeys(_PEAKS, 0))
 
 
 def test_vram_figures_are_read_and_the_peak_is_that_of_the_window() -> None:

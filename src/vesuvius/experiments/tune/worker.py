@@ -289,4 +289,4 @@ def vram_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     foreign = total - free - torch.cuda.memory_reserved(device)
-    return process_peaks(device).reserved_bytes + min(max(foreign, 0), CONTEXT_BYTES)
+    return process_peaks(device)[1] + min(max(foreign, 0), CONTEXT_BYTES)

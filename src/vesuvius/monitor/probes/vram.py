@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,30 +34,18 @@ class VramUse:
         return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
 
 
-_ALLOCATED_PEAK, _RESERVED_PEAK = "allocated_bytes.all.peak", "reserved_bytes.all.peak"
+_PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
+_ended = dict.fromkeys(_PEAKS, 0)  # of all past windows in this process, which uses one GPU
 
 
-@dataclass
-class Peaks:
-    """Separate peaks of allocated and reserved memory."""
+def process_peaks(device: Any = None, cuda: Any = torch.cuda) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes since this process began.
 
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
-
-    def take(self, stats: Mapping[str, int]) -> None:
-        """Update the peaks from the allocator's statistics."""
-        self.allocated_bytes = max(self.allocated_bytes, stats.get(_ALLOCATED_PEAK, 0))
-        self.reserved_bytes = max(self.reserved_bytes, stats.get(_RESERVED_PEAK, 0))
-
-
-_ended = Peaks()  # of all past windows in this process, which uses one GPU
-
-
-def process_peaks(device: Any = None, cuda: Any = torch.cuda) -> Peaks:
-    """Return the peaks since this process began.  The allocator's own restart whenever the monitor reads them."""
-    peaks = Peaks()
-    peaks.take(cuda.memory_stats(device))  # first: a window that ends meanwhile is in `_ended`
-    return Peaks(max(peaks.allocated_bytes, _ended.allocated_bytes), max(peaks.reserved_bytes, _ended.reserved_bytes))
+    The allocator's own restart whenever the monitor reads them.
+    """
+    stats = cuda.memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
+    allocated, reserved = (max(_ended[name], stats.get(name, 0)) for name in _PEAKS)
+    return allocated, reserved
 
 
 class Vram:
@@ -85,12 +73,12 @@ class Vram:
             # The driver first: if it hangs, this call releases the GIL; the allocator's calls do not.
             free_bytes, total_bytes = self._cuda.mem_get_info(self._device)
             stats = self._cuda.memory_stats(self._device)
-            peak_bytes = stats.get(_ALLOCATED_PEAK, 0)
+            peak_bytes = stats.get(_PEAKS[0], 0)
             if new_window:
-                _ended.take(stats)
+                _ended.update({name: max(most, stats.get(name, 0)) for name, most in _ended.items()})
                 self._cuda.reset_peak_memory_stats(self._device)
             else:
-                peak_bytes = process_peaks(self._device, self._cuda).allocated_bytes
+                peak_bytes, _ = process_peaks(self._device, self._cuda)
         except RuntimeError:  # the GPU has failed; training reports it
             return None
         return VramUse(
@@ -115,7 +103,7 @@ def used_share() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
-    return process_peaks().allocated_bytes / max(may_take, 1)
+    return process_peaks()[0] / max(may_take, 1)
 
 
 def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
