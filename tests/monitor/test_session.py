@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from vesuvius.monitor.memory.limits import MemoryPolicy
-from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
+from vesuvius.monitor.session import SessionRecord, begin_session, end_session, is_alive, read_session
 
 LIMITS = MemoryPolicy(ray_share=0.95, configured_bytes=3 * 2**30, exit_at=0.5)
 BEGIN = """
@@ -66,7 +66,7 @@ def test_a_killed_process_is_not_alive_even_before_it_is_reaped(tmp_path: Path) 
         record = read_session(path)
         assert record is not None
         assert is_alive(record) is True
-        assert find_pid(record) == process.pid
+        assert record.pid == process.pid
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but still a zombie
         assert is_alive(record) is False
@@ -81,7 +81,6 @@ def test_a_reused_pid_a_reboot_and_another_machine_are_distinguished(tmp_path: P
     assert is_alive(replace(record, boot_id="another")) is False, "nothing survives a restart"
     assert is_alive(replace(record, boot_id="another", host="elsewhere")) is None
     assert is_alive(replace(record, boot_id="")) is None
-    assert find_pid(replace(record, boot_id="another")) is None
 
 
 @pytest.mark.parametrize(("here", "expected"), [("pid:[77]", False), ("pid:[88]", None)])

@@ -90,15 +90,10 @@ def is_alive(record: SessionRecord) -> bool | None:
         return None
     if here != record.boot_id:  # the same machine, restarted
         return False if record.host == os.uname().nodename else None
-    return find_pid(record) is not None if record.pid_namespace == pid_namespace() else None
-
-
-def find_pid(record: SessionRecord) -> int | None:
-    """Return the pid of the session's process; None if it has ended or is in another PID namespace."""
-    if not record.boot_id or boot_id() != record.boot_id or record.pid_namespace != pid_namespace():
+    if record.pid_namespace != pid_namespace():
         return None
     process = read_process(record.pid)
-    return record.pid if process and abs(process.started_s - record.started_s) < _SAME_START_S else None
+    return process is not None and abs(process.started_s - record.started_s) < _SAME_START_S
 
 
 def pid_namespace() -> str:

@@ -32,7 +32,7 @@ from vesuvius.monitor.post_mortem import append_death, death_of_this_run
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid
+from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.monitor.verdict import judge
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.units import GIB
@@ -124,7 +124,7 @@ def test_the_risk_of_a_living_run_comes_from_its_own_session(tmp_path: Path) -> 
     assert (found.steps["step"], found.steps["step_s_p95"], found.steps["verdict"]) == (71, 1.0, None)
     assert row(found, "total").peak_bytes == 2**45
     assert found.peaks_since == after
-    assert find_pid(session) == os.getpid() == found.sample.processes[0].pid  # type: ignore[union-attr]
+    assert session.pid == os.getpid() == found.sample.processes[0].pid  # type: ignore[union-attr]
 
 
 def test_a_silent_monitor_is_reported_and_the_risk_judged_again(tmp_path: Path) -> None:

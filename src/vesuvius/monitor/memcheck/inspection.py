@@ -24,7 +24,7 @@ from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
 from vesuvius.monitor.recent import MemorySample, read_recent
-from vesuvius.monitor.session import SessionRecord, find_pid, is_alive, read_session
+from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, Tail, is_number
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_time, quantile
 
@@ -231,8 +231,8 @@ class RunInspector:
         if session is None or session.end_time is not None:
             return None
         if session != self._session:
-            self._session, pid = session, find_pid(session)
-            self._watch = None if pid is None else Watch(session.limits, self._gpus, pid)
+            self._session = session
+            self._watch = Watch(session.limits, self._gpus, session.pid) if is_alive(session) else None
         try:
             return self._watch.sample() if self._watch else None
         except ProcessLookupError:

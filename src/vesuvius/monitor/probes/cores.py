@@ -26,9 +26,7 @@ class CpuQuota:
 
 def bound_cores(pid: int = 0) -> frozenset[int]:
     """Return the cores that a process is bound to (cpuset); 0 = this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(pid))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(pid))
 
 
 def usable_cores(pid: int) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import psutil
 
@@ -97,19 +97,16 @@ class Watcher:
 
     def sample(self) -> SystemSample:
         """Sample everything.  Takes milliseconds; PSS, which takes seconds for large processes, is not read."""
-        processes = self._tree.sample()
-        sample = sample_system(self._pid, self._gpus, processes, self._tree.shared_bytes())
-        return replace(sample, kept_bytes=self._tree.kept_bytes())
+        return sample_system(self._pid, self._gpus, self._tree)
 
 
-def sample_system(
-    pid: int, gpus: Gpus | None = None, processes: Sequence[ProcessUse] = (), shared_bytes: int = 0
-) -> SystemSample:
-    """Sample the machine, its GPUs and the cgroup of a process; the caller provides the processes."""
+def sample_system(pid: int, gpus: Gpus | None = None, tree: ProcessTree | None = None) -> SystemSample:
+    """Sample the machine, its GPUs, the cgroup of a process and the processes of a tree."""
     return SystemSample(
         time=time.time(),
-        processes=tuple(processes),
-        shared_bytes=shared_bytes,
+        processes=tuple(tree.sample()) if tree else (),
+        shared_bytes=tree.shared_bytes() if tree else 0,
+        kept_bytes=tree.kept_bytes() if tree else 0,
         cgroup=read_cgroup(pid),
         machine=read_machine(),
         gpus=tuple(gpus.sample()) if gpus else (),
