@@ -48,14 +48,11 @@ def report() -> dict[str, Any]:
 class SimulatedTrainers(SimulatedRunner):
     """Replaces `TrialRunner`: a micro-batch costs as much as ten samples."""
 
-    def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
+    def __init__(self, config: Config, directory: Path, **_: object) -> None:
         machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
         super().__init__(replace(machine, ram=(0.3, 0.1, 0.01, 0.02)), seed=0)
 
     def close(self) -> None:
-        pass
-
-    def stop(self) -> None:
         """Nothing runs."""
 
 
@@ -86,9 +83,9 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     """One rank is measured alone; the written config is for all of them, also if ranks may be lost."""
 
     class OneRank(SimulatedTrainers):
-        def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
+        def __init__(self, config: Config, directory: Path, **_: object) -> None:
             assert trainer_config(config, 0).training.ranks == 1
-            super().__init__(config, directory, lock_fd)
+            super().__init__(config, directory)
 
     monkeypatch.setattr(session, "TrialRunner", OneRank)
     training = LONG | {"train_batch_size": 1, "accumulate_steps": 4, "ranks": 4}

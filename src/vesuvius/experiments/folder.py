@@ -1,24 +1,17 @@
-"""The folder of a tune or a bench: its lock, the signals that end a session, and its figures as JSON."""
+"""The folder of a tune or a bench: its lock, and its figures as JSON."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
-from vesuvius.runlog.logfile import silence_lost_terminal
 from vesuvius.runlog.redact import redacted
-from vesuvius.training.stop import restore_handlers, stop_signals
-
-log = logging.getLogger(__name__)
 
 _OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors, or a process that cannot start
 
@@ -43,24 +36,6 @@ def locked(directory: Path, what: str) -> Iterator[int]:
             yield descriptor
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
-    """Let SIGINT, SIGTERM and SIGHUP call `stop`; yields the list of received signals."""
-    came: list[signal.Signals] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
-        silence_lost_terminal()
-        stop()
-        log.info("%s: ending the trainer", came[-1].name)
-
-    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
-    try:
-        yield came
-    finally:
-        restore_handlers(before, hung_up=signal.SIGHUP in came)
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:

@@ -48,11 +48,14 @@ class StopRequest:
     A second signal ends the process at once; the last checkpoint stays intact.  SIGHUP is not counted: when a terminal
     closes, the kernel, the shell and systemd send it several times, along with SIGTERM.  A context manager, which
     restores the signal handlers.
+
+    Args:
+        ending: what a command does that ends at once, for the log: a second signal does nothing then.
     """
 
-    def __init__(self, max_hours: float | None) -> None:
+    def __init__(self, max_hours: float | None, ending: str = "") -> None:
         self._deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
-        self._max_hours = max_hours
+        self._max_hours, self._ending = max_hours, ending
         self.exit_code: int | None = None
         self.reason: str | None = None
         self._signalled = self._hung_up = False
@@ -108,7 +111,7 @@ class StopRequest:
         if hangup:
             self._hung_up = True
             silence_lost_terminal()
-        elif self._signalled:
+        elif self._signalled and not self._ending:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = self._signalled or not hangup
@@ -118,7 +121,7 @@ class StopRequest:
         elif hangup:
             return
         hint = "" if hangup else "; send the signal again to exit now"
-        log.info("%s: stopping after the current step%s", name, hint)
+        log.info("%s: %s", name, self._ending or f"stopping after the current step{hint}")
 
 
 def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:

@@ -146,8 +146,8 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
 
 
 def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(config: Config, trials: Path) -> None:
-    setting = Setting.of(config)
-    with closing(TrialRunner(config, trials)) as lab:
+    setting, stopped = Setting.of(config), threading.Event()
+    with closing(TrialRunner(config, trials, stopping=stopped.is_set)) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
             killed = lab.measure(setting, "run", _LONG_S, _HANG_S)
         assert killed.ended == "killed"
@@ -163,7 +163,7 @@ def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(confi
         assert held.cause == "no result within 0 s"
         assert not psutil.pid_exists(pid)
 
-        with when_it_trains(trials / "002", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
+        with when_it_trains(trials / "002", lambda pid: stopped.set()), pytest.raises(TrialInterrupted):
             lab.measure(setting, "run", _LONG_S, _HANG_S)
         assert no_process_of(trials)
         with pytest.raises(TrialInterrupted):

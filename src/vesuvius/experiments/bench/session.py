@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,9 +16,9 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, VesuviusError, one_line
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, VesuviusError, one_line
 from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
-from vesuvius.experiments.folder import locked, signals_to, write_figures
+from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
@@ -30,7 +29,7 @@ from vesuvius.runlog.units import format_duration, format_number, format_size
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.setup import choose_device
-from vesuvius.training.stop import StoppedError, run_unless_stopped
+from vesuvius.training.stop import StoppedError, StopRequest, run_unless_stopped
 
 log = logging.getLogger(__name__)
 
@@ -76,27 +75,17 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
         log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
-        with signals_to(lambda: None) as came:
+        with StopRequest(None, "ending the trainer") as stop:
+            of_bench = partial(measure_cell, folder / "cells", lock_fd=lock_fd, stopping=stop.is_requested)
 
             def measure(cell: int, round: int) -> Measurement:
-                stopping, where = (
-                    lambda: bool(came),
-                    f"round {round + 1} of {request.rounds}: {request.cells[cell].label}",
-                )
-                found = measure_cell(
-                    folder / "cells",
-                    configs[cell],
-                    request.seconds,
-                    request.limit_s,
-                    lock_fd=lock_fd,
-                    stopping=stopping,
-                )
+                found = of_bench(configs[cell], request.seconds, request.limit_s)
                 if done:  # what is measured so far outlives this process
                     _write(request, config, folder, done)
+                where = f"round {round + 1} of {request.rounds}: {request.cells[cell].label}"
                 if found.ended == "ok":
-                    log.info(
-                        "%s: %s samples/s, %s", where, format_number(found.samples_s), format_duration(found.seconds)
-                    )
+                    rate, took = format_number(found.samples_s), format_duration(found.seconds)
+                    log.info("%s: %s samples/s, %s", where, rate, took)
                 else:
                     log.warning("%s: %s: %s", where, found.ended, found.cause)
                 return replace(found, cell=cell, round=round)
@@ -106,9 +95,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
             except TrialInterrupted as interrupted:
                 log.error("%s", interrupted)
         code, report = _write(request, config, folder, done)
-        if came:
-            code = EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
-        return code, report
+        return stop.exit_code or code, report
 
 
 def measure_rounds(

@@ -10,8 +10,8 @@ import json
 import logging
 import math
 import shlex
-import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
-from vesuvius.experiments.folder import locked, signals_to, write_figures
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
+from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, machine_words, with_micro_batch
 from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
 from vesuvius.experiments.tune.measurement import (
@@ -59,6 +59,7 @@ from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.share import single_rank_config
+from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -70,21 +71,21 @@ class TrialRunner:
         config: the config to tune.
         directory: folder for the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
         lock_fd: descriptor that a trainer keeps open; None = none.
+        stopping: once it returns true, `measure` kills the trainer and raises TrialInterrupted.
     """
 
-    def __init__(self, config: Config, directory: Path, *, lock_fd: int | None = None) -> None:
-        self._config, self._directory, self._lock_fd = config, directory, lock_fd
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        *,
+        lock_fd: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._config, self._directory, self._lock_fd, self._stopping = config, directory, lock_fd, stopping
         self._trainer: Trainer | None = None
         self._in_force = Setting.of(config)
         self._commands = 0
-        self._stopped = False
-
-    def stop(self) -> None:
-        """Make `measure` kill the trainer and raise TrialInterrupted from now on.
-
-        Returns at once; may be called from a signal handler or another thread.
-        """
-        self._stopped = True
 
     def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
@@ -93,7 +94,7 @@ class TrialRunner:
             limit_s: timeout, after which the trainer is killed.
 
         Raises:
-            TrialInterrupted: `stop` was called.
+            TrialInterrupted: a stop was requested.
             OSError: the runner could not write to the disk.
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
@@ -120,7 +121,7 @@ class TrialRunner:
             return bool(results)
 
         trainer.tell(json.dumps(command))
-        ended, cause = trainer.watch(take, limit_s, lambda: self._stopped)
+        ended, cause = trainer.watch(take, limit_s, self._stopping)
         block = Block(setting, kind, ended, cause, time.monotonic() - began)
         if ended != "ok":
             self._trainer = None
@@ -166,27 +167,28 @@ def tune(request: TuneRequest) -> int:
     directory = run_dir(request.config).path / TUNE
     with locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
-        trials = TrialRunner(single_rank_config(request.config), directory / "trials", lock_fd=lock_fd)
-        with closing(trials) as runner, signals_to(runner.stop) as came:
+        stop, trials = StopRequest(None, "ending the trainer"), directory / "trials"
+        runner = TrialRunner(single_rank_config(request.config), trials, lock_fd=lock_fd, stopping=stop.is_requested)
+        with closing(runner), stop:
             log.info("tuning %s on %s", request.source, machine_words())
             _warn_of_neighbours(request.config, space)
             search, why = Search(space, planner, policy), ""
             try:
-                _measure(search, runner, came)
+                _measure(search, runner, stop)
             except TrialInterrupted as interrupted:
                 why = str(interrupted)
                 log.error("%s", why)
             found = conclude(search, why)
         _finish(request, search, found, directory)
         if why:
-            return EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
+            return stop.exit_code or EXIT_STOPPED
         return EXIT_ERROR if found.certainty == "none" else EXIT_OK
 
 
-def _measure(search: Search, runner: TrialRunner, came: list[signal.Signals]) -> None:
-    """Measure a cell.  Raises TrialInterrupted after a signal."""
+def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
+    """Measure all cells.  Raises TrialInterrupted after a signal."""
     while (cell := search.cell) is not None:
-        if came:
+        if stop.is_requested():
             raise TrialInterrupted("interrupted between two blocks")
         number, seconds = len(search.blocks), format_duration(cell.expected_s)
         log.info("Block %d %s, %s: %s; about %s", number, cell.stage, KINDS[cell.kind], cell.why, seconds)
