@@ -32,6 +32,9 @@ WRONG = {
     "training: {timesteps: 9}": "training.timesteps: unknown key; did you mean diffusion.timesteps?",
     "cluster: {foo: 'a'}": "cluster.foo: unknown key; known keys: address, min_ranks, ",
     "    - path: b\n      levl: 1": "6: data.volumes.1.levl: unknown key; did you mean level?",
+    "  augment: {trun: true}": "data.augment.trun: unknown key; did you mean rot90 (formerly turn)?",
+    "  augment: {x: true}": "data.augment.x: unknown key; known keys: flip, rot90",
+    "training: {schedule: edm}": "training.schedule: unknown key; did you mean diffusion.noise (formerly schedule)?",
     "    - level: 0": "data.volumes.1.path: required key is missing",
 }
 

@@ -370,5 +370,5 @@ def test_a_problem_of_an_old_key_names_its_line_and_both_names_of_a_key_are_one_
         "x.yaml:6: data.validation.gap: -1 is not valid; use a number of at least 0"
     ]
     assert problems(OLD_KEYS.replace("turn: false", "turn: false, rot90: false")) == [
-        "x.yaml:5: data.augment.rot90: the key is set twice; remove one"
+        "x.yaml:5: data.augment.rot90: the key is set twice, also as turn; remove one"
     ]

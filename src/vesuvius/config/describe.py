@@ -155,19 +155,20 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
 
 
 def _suggest(path: KeyPath) -> str:
-    """Suggest the known key that is most similar, by its full name if it is in another section.  Pure."""
+    """Suggest the most similar key, also by the name that it had, in full if it is in another section.  Pure."""
     section, wanted = dotted(path[:-1], index="[]"), str(path[-1])
     homes: dict[str, str] = {}
-    for known, _ in iter_keys():
+    for known in (*(key for key, _ in iter_keys()), *(key for key in RENAMED if "=" not in key)):
         home, _, name = known.rpartition(".")
         homes[name] = home if name not in homes or home == section else homes[name]
     here = [name for name, home in homes.items() if home == section]
     for names in ([wanted] if wanted in homes else [], here, list(homes)):
         if near := difflib.get_close_matches(wanted, names, n=1):
-            return (
-                f"; did you mean {near[0] if homes[near[0]] == section else f'{homes[near[0]]}.{near[0]}'.strip('.')}?"
-            )
-    return f"; known keys: {', '.join(here)}"
+            home = homes[near[0]]
+            old, prefix = f"{home}.{near[0]}", "" if home in (section, "") else f"{home}."
+            new = f"{RENAMED[old]} (formerly {near[0]})" if old in RENAMED else near[0]
+            return f"; did you mean {prefix}{new}?"
+    return f"; known keys: {', '.join(name for name in here if f'{section}.{name}' not in RENAMED)}"
 
 
 @functools.cache

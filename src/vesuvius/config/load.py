@@ -3,7 +3,7 @@
     text -> plain values (`yaml_source.py`), over those of the file that it extends -> variables -> overrides
          -> pydantic -> `Config`, or one `ConfigError` with one line per problem
 
-Files and lines are looked up only for wrong values.  Functions with a path read files.
+Functions with a path read files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vesuvius.config.describe import (
     to_yaml,
     to_yaml_block,
 )
-from vesuvius.config.yaml_source import current_name, key_lines, read_yaml
+from vesuvius.config.yaml_source import Lines, current_name, read_yaml
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _PREFIX = "VESUVIUS_"  # of variables; `__` stands for a dot, a number for a lis
 _NO_KEYS = ("VESUVIUS_RUNS", "VESUVIUS_HTTP_HEADERS")  # read by `runlog/find_run.py`, `volumes/store/credentials.py`
 _OF_SERVICES = "_SERVICE_HOST"
 
-_Layers = dict[str, str]  # texts by file: the config itself, then those that it extends
+_Layers = dict[str, Lines]  # by file: the config itself, then those that it extends
 _NONE: Mapping[str, str] = {}
 
 
@@ -77,12 +77,10 @@ def take_variables() -> dict[str, str]:
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config") -> Config:
     """Like `read_config`, from text that extends no file; `source` names it in messages.  Raises ConfigError."""
-    tree = _tree_of(text, source)
+    tree, lines = _tree_of(text, source)
     if "extends" in tree:
-        raise ConfigError(
-            f"{_place(('extends',), {source: text})}: extends: only a file on disk can extend another; remove it"
-        )
-    return _validated(tree, {source: text}, overrides)
+        raise ConfigError(f"{source}:{lines['extends',]}: extends: only a file on disk can extend another; remove it")
+    return _validated(tree, {source: lines}, overrides)
 
 
 def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
@@ -90,7 +88,7 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
 
     Unknown keys are ignored and logged, unless the trained model depends on them.
     """
-    tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source, is_stored=True)
+    tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source, is_stored=True)[0]
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
         is_harmless = not key.startswith(("model.", "diffusion.")) or key in WITHOUT_EFFECT
         if value != TRAINED_WITH.get(key, value if is_harmless else object()):
@@ -173,14 +171,14 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 # ---- from files and settings
 
 
-def _tree_of(text: str, source: str) -> dict[str, Any]:
-    """Return the values of one file; raises ConfigError if it is not YAML or has no keys at the top level."""
-    tree = read_yaml(text, source)
+def _tree_of(text: str, source: str) -> tuple[dict[str, Any], Lines]:
+    """Return the values and lines of one file; raises ConfigError if it is not YAML or has no keys at the top level."""
+    tree, lines = read_yaml(text, source)
     if tree is None:
         raise ConfigError(f"{source}: the file is empty; set at least name and data.volumes")
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: no keys at the top level; write keys and values such as `name: demo`")
-    return tree
+    return tree, lines
 
 
 def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
@@ -196,10 +194,10 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
         except UnicodeDecodeError as error:
             line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
             raise ConfigError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
-        found, layers[str(path)] = _tree_of(text, str(path)), text
+        found, layers[str(path)] = _tree_of(text, str(path))
         if "extends" not in found:
             return _merged(tree, found), layers
-        name, here = found.pop("extends"), f"{_place(('extends',), {str(path): text})}: extends: "
+        name, here = found.pop("extends"), f"{path}:{layers[str(path)]['extends',]}: extends: "
         tree = _merged(tree, found)
         if not isinstance(name, str) or not name or not name.isprintable():
             raise ConfigError(f"{here}{show(name)} is not the path of a YAML config, relative to this file")
@@ -266,8 +264,7 @@ def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[
 def _place(path: KeyPath, layers: _Layers) -> str:
     """Return file and line of a value, or of the section around it: `x.yaml:3`."""
     found, place = 0, next(iter(layers))
-    for file, text in layers.items():
-        lines = key_lines(text)
+    for file, lines in layers.items():
         depth = max(n for n in range(len(path) + 1) if path[:n] in lines)
         if depth > found:
             found, place = depth, f"{file}:{lines[path[:depth]]}"
@@ -286,7 +283,7 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
         parts += (current_name(dotted((*parts, part.strip())), part.strip()),)
     if not all(parts) or not key.isprintable():
         raise ConfigError("not an override; write key.path=value, such as training.lr=1e-4")
-    value = read_yaml(text, label, parts, has_lines=False)
+    value, _ = read_yaml(text, label, parts, has_lines=False)
     if value is None and not text.strip():
         raise ConfigError("the value is missing; write null for none, or '' for empty text")
     holders: list[Any] = [tree]

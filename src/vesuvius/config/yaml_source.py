@@ -18,6 +18,9 @@ from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+Lines = dict[KeyPath, int]
+"""Line of each key and item, counted from 1; 0 for the text as a whole."""
+
 _MOST_VALUES = 20_000  # nested YAML aliases can expand to billions
 _LONGEST_NUMBER = 1000  # digits
 
@@ -31,14 +34,18 @@ class _CoreLoader(yaml.SafeLoader):
 add_core_scalars(_CoreLoader)
 
 
-def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True, is_stored: bool = False) -> Any:
-    """Return the values of a text at `path` of the config: fresh dicts, lists and scalars; None for an empty text.
+def read_yaml(
+    text: str, source: str, path: KeyPath = (), has_lines: bool = True, is_stored: bool = False
+) -> tuple[Any, Lines]:
+    """Return the values of a text at `path` of the config, and their lines.
 
-    Keys of earlier versions get their current names; `is_stored` omits the notice about it from the log.
+    The values are fresh dicts, lists and scalars; None for an empty text.  Keys of earlier versions get their current
+    names; `is_stored` omits the notice about it from the log.
 
     Raises ConfigError: begins with the source and, if it `has_lines`, the line.
     """
     count = 0
+    lines: Lines = {path: 0}
 
     def refused(line: int, what: str) -> ConfigError:
         return ConfigError(f"{source}:{line + 1}: {what}" if has_lines else f"{source}: {what}")
@@ -52,15 +59,21 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
         match node:
             case yaml.MappingNode(tag="tag:yaml.org,2002:map"):
                 found: dict[str, Any] = {}
+                written: dict[str, str] = {}
                 for key, value in node.value:
                     if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
                         raise refused(key.start_mark.line, "invalid key; use plain text on one line")
-                    inner = (*path, current_name(dotted((*path, key.value)), key.value, is_stored))
-                    if inner[-1] in found:
-                        raise refused(key.start_mark.line, f"{dotted(inner)}: the key is set twice; remove one")
-                    found[inner[-1]] = plain(value, inner)
+                    name = current_name(dotted((*path, key.value)), key.value, is_stored)
+                    inner = (*path, name)
+                    if name in found:
+                        also = "" if written[name] == key.value else f", also as {written[name]}"
+                        what = f"{dotted((*path, key.value))}: the key is set twice{also}; remove one"
+                        raise refused(key.start_mark.line, what)
+                    written[name], lines[inner] = key.value, key.start_mark.line + 1
+                    found[name] = plain(value, inner)
                 return found
             case yaml.SequenceNode(tag="tag:yaml.org,2002:seq"):
+                lines.update({(*path, index): item.start_mark.line + 1 for index, item in enumerate(node.value)})
                 return [plain(item, (*path, index)) for index, item in enumerate(node.value)]
             case yaml.ScalarNode():
                 with suppress(ValueError):  # reported below, as for other kinds of nodes
@@ -73,7 +86,7 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
     line = 0
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
-        return None if root is None else plain(root, path)
+        return (None if root is None else plain(root, path)), lines
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
         what = f"the character {chr(error.character)!r} is not allowed"
@@ -84,25 +97,6 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
     except RecursionError:
         what = "nested too deeply, or an alias refers to its own parent"
     raise refused(line, f"not valid YAML: {what}")
-
-
-def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line of each key and item, counted from 1; 0 for the root."""
-    found: dict[KeyPath, int] = {}
-
-    def walk(node: yaml.Node, path: KeyPath, line: int) -> None:
-        found[path] = line + 1
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                name = current_name(dotted((*path, key.value)), key.value, is_stored=True)
-                walk(value, (*path, name), key.start_mark.line)
-        elif isinstance(node, yaml.SequenceNode):
-            for number, item in enumerate(node.value):
-                walk(item, (*path, number), item.start_mark.line)
-
-    if (root := yaml.compose(text, Loader=_CoreLoader)) is not None:
-        walk(root, (), -1)
-    return found
 
 
 def current_name(name: str, default: Any, is_stored: bool = False) -> Any:

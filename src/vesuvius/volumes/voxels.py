@@ -61,7 +61,7 @@ def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: B
     labels, counts = np.unique(outside, return_counts=True)
     common = [f"{label:g}" if voxels.dtype.kind == "f" else str(int(label)) for label in labels[np.argsort(-counts)]]
     more = f" and {len(common) - _NAMED} more" if len(common) > _NAMED else ""
-    expected = f"0 ... {len(classes) - 1}" if in_order else ", ".join(map(str, classes))
+    expected = f"0 to {len(classes) - 1}" if in_order and len(classes) > 2 else ", ".join(map(str, classes))
     raise DataError(
         f"labels {', '.join(common[:_NAMED])}{more} in {name} are not among the {len(classes)} classes {expected}: "
         f"{100 * outside.size / voxels.size:.3g} % of the voxels in {format_box(box)}; raise data.condition_classes, "
