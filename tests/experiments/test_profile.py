@@ -111,7 +111,7 @@ def test_a_real_profile_leaves_an_existing_run_alone(
 
 
 def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, apply, steps = tiny_config(), Observer.apply, itertools.count(1)
+    path, apply, steps = tiny_config(), Observer.__call__, itertools.count(1)
 
     def stopped(self: Observer, *arguments: Any) -> None:
         apply(self, *arguments)
@@ -119,7 +119,7 @@ def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], mon
             self._loop.run.stop.request(EXIT_STOPPED, "a signal came")
 
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr(Observer, "apply", stopped)
+    monkeypatch.setattr(Observer, "__call__", stopped)
     assert command.main(["--config", str(path), "--steps", "100"]) == EXIT_STOPPED
     assert not list(path.parent.rglob("profile.html"))
 

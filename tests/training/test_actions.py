@@ -81,6 +81,7 @@ class NotedFeed:
     options: StreamOptions
     refuses: str = ""
     changes: list[dict[str, int]] = field(default_factory=list)
+    job: Any = None
     batch_bytes: int = 4096
     has_resident: bool = False
     resident_frees_memory: bool = False
@@ -118,9 +119,10 @@ class Loop:
         config = read_config(config_file, ())
         self.job = prepare_data(0, config.data).job
         run = run_context(config, metrics.parent, self.progress, self.stop)
-        self.guard, self.tuner = GuardActions(run), Autotuner(run, self.job)
         self.monitor: Any = NotedMonitor()
-        self.feed: Any = NotedFeed(StreamOptions.from_config(config.training, config.cluster))
+        self.feed: Any = NotedFeed(StreamOptions.from_config(config.training, config.cluster), job=self.job)
+        self.verdicts: Any = SimpleNamespace(last=None)
+        self.guard, self.tuner = GuardActions(run), Autotuner(run, self.feed, self.monitor, self.verdicts)
 
     def step(self, order: Order | None = None) -> bool:
         self.monitor.order = order
@@ -128,8 +130,8 @@ class Loop:
 
     def hears(self, *verdicts: Verdict) -> None:
         for verdict in verdicts:
-            self.tuner.on_verdict(verdict)
-            self.tuner.apply(self.feed, self.feed, self.monitor)
+            self.verdicts.last = replace(verdict)
+            self.tuner.apply()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -313,9 +315,9 @@ def test_a_verdict_is_applied_once_and_recorded_with_its_reason(
     loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop()
-    run.tuner.apply(run.feed, run.feed, run.monitor)
+    run.tuner.apply()
     run.hears(TOO_SMALL)
-    run.tuner.apply(run.feed, run.feed, run.monitor)
+    run.tuner.apply()
     assert run.feed.changes == [{"prefetch_factor": 4}]
     (event,) = run.events
     assert (event["kind"], event["event"], event["step"]) == ("event", "autotune", 10)

@@ -53,10 +53,7 @@ from vesuvius.commands.cli import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.logfile import close_logs, log_to_terminal
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
@@ -191,10 +188,7 @@ class Between:
     def __init__(self, call: Callable[[int], None], loop: TrainingLoop, reporter: StepReporter) -> None:
         self._call, self._progress = call, loop.run.progress
 
-    def on_verdict(self, verdict: Verdict) -> None:
-        """A verdict changes nothing."""
-
-    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+    def __call__(self) -> None:
         """Call with the number of the step that was made."""
         self._call(self._progress.step)
 

@@ -30,7 +30,7 @@ from vesuvius.report.page import RunReport, made_by, new_folder, render_html, wr
 from vesuvius.report.records import RunRecords, figure, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
-from vesuvius.training.loop import TrainingLoop, Tuner
+from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.share import single_rank_config
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.request import Request
@@ -64,7 +64,7 @@ class Observed:
 
 
 class Observer:
-    """Counts and traces steps; `apply` is called between two steps.
+    """Counts and traces steps; called between two steps.
 
     Args:
         steps: number of counted steps.
@@ -78,15 +78,9 @@ class Observer:
         step, device = loop.train_step, loop.run.device
         observed.parameters, observed.amp = parameter_count(step.network), step.amp
         observed.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self._counting = False
         self._script = self._run()
 
-    def on_verdict(self, verdict: Verdict) -> None:
-        """Keep the verdict on the counted steps only."""
-        if self._counting:
-            self._observed.verdict = verdict
-
-    def apply(self, *_: object) -> None:
+    def __call__(self) -> None:
         """Continue until the next step."""
         next(self._script, None)
 
@@ -105,9 +99,7 @@ class Observer:
         for _ in range(self._steps):
             yield
         self._reporter.report(wait=True)
-        self._counting = True
-        self._reporter.verdicts.finish(min_steps=1)
-        self._counting = False
+        observed.verdict = self._reporter.verdicts.finish(min_steps=1)
         if self._trace is not None:
             yield from self._look_closer(self._trace)
         run.stop.request(EXIT_OK, "the profile has its steps")
@@ -141,7 +133,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
     ranks, config = config.training.ranks, single_rank_config(config)
     folder, observed = new_folder(run_dir(config).path / FOLDER), Observed()
 
-    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Observer:
         return Observer(loop, reporter, observed, steps, folder / TRACE if trace else None)
 
     before = os.environ.get("VESUVIUS_RUNS")

@@ -21,14 +21,8 @@ from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.units import format_size
-from vesuvius.stream.options import (
-    StreamChanges,
-    StreamOptions,
-    batches_ahead,
-    store_peak_bytes,
-)
-from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.stream import PatchStream
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead, store_peak_bytes
+from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.request import RunContext
 
 log = logging.getLogger(__name__)
@@ -128,33 +122,26 @@ class GuardActions:
 class Autotuner:
     """Applies the advice of a session's verdicts, as far as a running stream can."""
 
-    def __init__(self, run: RunContext, job: ReaderJob) -> None:
-        self._run = run
-        self._acts = run.config.training.autotune == "act"
-        self._job = job
-        self._verdict: Verdict | None = None
+    def __init__(self, run: RunContext, feed: DeviceFeed, monitor: Monitor, verdicts: Verdicts) -> None:
+        self._run, self._feed, self._monitor, self._verdicts = run, feed, monitor, verdicts
+        self._seen: Verdict | None = None
         self._refused: set[tuple[str, ...]] = set()  # overrides that were refused and are not retried
 
-    def on_verdict(self, verdict: Verdict) -> None:
-        """Keep a verdict for the next `apply`."""
-        self._verdict = verdict
-
-    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
-        """Apply the last verdict, if there is a new one."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None or not self._acts:
+    def apply(self) -> None:
+        """Apply the last verdict if it is new and `training.autotune` is `act`."""
+        before, verdict = self._feed.stream.options, self._verdicts.last
+        if verdict is None or verdict is self._seen or self._run.config.training.autotune == "off":
             return
-        before, changes = stream.options, changes_of(verdict.overrides, stream.options)
+        self._seen, changes = verdict, changes_of(verdict.overrides, before)
         if not changes or verdict.overrides in self._refused:
             return
-        options = replace(before, **changes)
-        refused = self._refusal(options, stream, feed, monitor)
+        refused = self._refusal(replace(before, **changes))
         if not refused:
             try:
-                feed.reconfigure(**changes)
-                monitor.readers_changed()
+                self._feed.reconfigure(**changes)
+                self._monitor.readers_changed()
             except ConfigError as error:
-                if stream.options is not before:  # already changed
+                if self._feed.stream.options is not before:  # already changed
                     raise
                 refused = str(error)
         override = " ".join(verdict.overrides)
@@ -166,16 +153,17 @@ class Autotuner:
         fields = {"override": override, "refused": refused or None}
         self._run.metrics.write("event", event="autotune", step=self._run.progress.step, text=text, **fields)
 
-    def _refusal(self, options: StreamOptions, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> str:
+    def _refusal(self, options: StreamOptions) -> str:
         """Return why memory does not suffice for the options; '' if it does."""
+        stream, job = self._feed.stream, self._feed.job
         now = stream.options
         peaks = [figures.rss_anon_peak_bytes or 0 for figures in list(stream.readers.values())]
         readers = max(options.workers - now.workers, 0) * max(peaks, default=0)
-        store = max(store_peak_bytes(self._job, options) - store_peak_bytes(self._job, now), 0)
+        store = max(store_peak_bytes(job, options) - store_peak_bytes(job, now), 0)
         batches = batches_ahead(options) - batches_ahead(now)
-        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * feed.batch_bytes
+        need_bytes = _READERS_AT_ONCE * (readers + store) + max(batches, 0) * self._feed.batch_bytes
         # All ranks of a node may act at the same time.
-        left = left_bytes(monitor.risk.limits, self._run.session.limits) // self._run.ranks.local_world
+        left = left_bytes(self._monitor.risk.limits, self._run.session.limits) // self._run.ranks.local_world
         if need_bytes <= max(left, 0):
             return ""
         return f"it needs {format_size(need_bytes)} more, but only {format_size(max(left, 0))} are free"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
-from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
@@ -40,16 +38,6 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0
 _FIRST_STEPS = 3  # steps until memory peaks: from the second step on, moments add to activations
-
-
-class Tuner(Protocol):
-    """Changes the readers between two steps."""
-
-    def on_verdict(self, verdict: Verdict) -> None:
-        """Receive a verdict."""
-
-    def apply(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor, /) -> None:
-        """Apply pending changes."""
 
 
 class TrainingLoop:
@@ -104,8 +92,8 @@ class TrainingLoop:
             self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.batches)
             reporter = StepReporter(self.run, clock, stream, self.monitor, again, telemetry)
             make = self.run.request.make_tuner
-            tuner: Tuner = make(self, reporter) if make else Autotuner(self.run, self.job)
-            reporter.verdicts.subscribe(tuner.on_verdict)
+            autotuner = Autotuner(self.run, self.feed, self.monitor, reporter.verdicts)
+            tune: Callable[[], None] = make(self, reporter) if make else autotuner.apply
             try:
                 while progress.step < config.stop_step and self._next_step(clock, telemetry, reporter):
                     self._record_events(stream)
@@ -113,7 +101,7 @@ class TrainingLoop:
                     with clock.pausing():
                         if not stop.is_requested():
                             saves = self.guard_actions.execute(self.feed, self.monitor, reporter.longest_step_s)
-                            tuner.apply(stream, self.feed, self.monitor)
+                            tune()
                     self.periodic.record_saves()
                     if saves or self.periodic.is_scheduled():
                         reporter.report(wait=True)

@@ -34,7 +34,7 @@ class Request:
     source: Path  # YAML file, copied into the run directory
     resume: bool  # continue from the newest intact checkpoint, if any
     allow_drift: bool = False  # resume although data or model changed
-    # makes a `loop.Tuner` from the loop and its reporter; None = `training.autotune`
+    # makes from the loop and its reporter a function to call between two steps; None = `training.autotune`
     make_tuner: Callable[..., Any] | None = None
     facts: Path | None = None  # file in which runs on the same data share measured facts
 

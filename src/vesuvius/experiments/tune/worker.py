@@ -27,7 +27,6 @@ from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.probes.vram import process_peaks
-from vesuvius.monitor.verdict import Verdict
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.reading.reader_stats import ReaderTotals
@@ -81,7 +80,7 @@ class CommandPipe:
 
 
 class TuneWorker:
-    """Measures one block after another; `apply` is called between two steps."""
+    """Measures one block after another; called between two steps."""
 
     def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
@@ -90,14 +89,9 @@ class TuneWorker:
         self._begin_with_readers({knob: getattr(source, knob) for knob in READER_KNOBS})
         self._rehearsed = False
         self._rehearsal_bytes = 0  # additional memory of a validation and a save
-        self._verdict: Verdict | None = None
         self._script = self._blocks()
 
-    def on_verdict(self, verdict: Verdict) -> None:
-        """Keep a verdict: it ends a `run`."""
-        self._verdict = verdict
-
-    def apply(self, *_: object) -> None:
+    def __call__(self) -> None:
         """Run until the next step."""
         self._sample_memory()
         next(self._script, None)
@@ -163,10 +157,8 @@ class TuneWorker:
         while not length.is_over(run.progress.sample_index - first, time.monotonic() - began):
             yield
         self._reporter.report(wait=True)
-        self._verdict = None
-        self._reporter.verdicts.finish(min_steps=1)
-        assert self._verdict is not None, "at least one step was measured"
-        verdict: Verdict = self._verdict
+        verdict = self._reporter.verdicts.finish(min_steps=1)
+        assert verdict is not None, "at least one step was measured"
         samples, working_s = verdict.window.steps * batch, verdict.window.working_s
         figures = self._figures(totals, samples, working_s)
         sustained, text = working_s / figures["measured_s"], verdict.text

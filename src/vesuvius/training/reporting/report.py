@@ -162,7 +162,8 @@ class StepReporter:
             self._work_s.append(times.step_s - times.pause_s)
             run.progress.mark_reported(launched.step)
         record = self._record_of(launched, outcome, times)
-        log.info(step_line(record), extra={"status": status_line(record, self.verdicts.bottleneck)})
+        bottleneck = self.verdicts.last.bottleneck if self.verdicts.last else ""
+        log.info(step_line(record), extra={"status": status_line(record, bottleneck)})
         run.metrics.write("step", **record)
         self.verdicts.add(launched.step, times, self._vram())
         self._telemetry.times = launched.step, times

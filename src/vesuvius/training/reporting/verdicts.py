@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from statistics import fmean
 from typing import Any
@@ -54,8 +54,7 @@ class Verdicts:
         self._run = run
         self._stream = stream
         self._machine = machine
-        self._listener: Callable[[Verdict], None] = lambda verdict: None
-        self.bottleneck = ""  # of the last verdict
+        self.last: Verdict | None = None
         self._options = stream.options
         self._num_excluded = _AT_START
         self._read_ahead_s: float | None = 0.0  # of steps fed by data read in advance; None = none left
@@ -64,10 +63,6 @@ class Verdicts:
         self._held = False
         self._vram_bytes: tuple[int, int] | None = None
         self._begin(0)
-
-    def subscribe(self, listener: Callable[[Verdict], None]) -> None:
-        """Call `listener` with each verdict from now on."""
-        self._listener = listener
 
     def _begin(self, step: int) -> None:
         """Start a new window after this step."""
@@ -125,11 +120,10 @@ class Verdicts:
             self._begin(step)
         return True
 
-    def finish(self, min_steps: int = _MIN_STEPS) -> None:
-        """Judge the steps since the last verdict, if there are enough."""
+    def finish(self, min_steps: int = _MIN_STEPS) -> Verdict | None:
+        """Judge the steps since the last verdict; None if there are too few."""
         self._held = False
-        if len(self._times) >= min_steps:
-            self._judge()
+        return self._judge() if len(self._times) >= min_steps else None
 
     def restart(self, step: int) -> None:
         """Judge all steps after this one together, when `finish` is called."""
@@ -137,15 +131,15 @@ class Verdicts:
         self._options, self._reader_deaths, self._num_excluded = self._stream.options, self._stream.reader_deaths, 0
         self._begin(step)
 
-    def _judge(self) -> None:
+    def _judge(self) -> Verdict:
         run = self._run
         verdict = judge(self._window(), _knobs(run, self._stream, self._machine.memory_is_short()))
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
         self._begin(self._step)
-        self.bottleneck = verdict.bottleneck
-        self._listener(verdict)
+        self.last = verdict
+        return verdict
 
     def _sample_rates(self) -> None:
         now = time.monotonic()
