@@ -223,10 +223,7 @@ def check_gpus(config: Config | None) -> Finding:
 def start_ray(address: str | None, within_s: float) -> Finding:
     """Start and stop a private Ray, or connect to the cluster, in a process of its own."""
     began, where = time.monotonic(), f"the cluster at {address}" if address else "a private Ray"
-    command, failed = (
-        [sys.executable, "-c", _RAY, address or ""],
-        "correct this, or set training.workers=0 to run without Ray",
-    )
+    command = [sys.executable, "-c", _RAY, address or ""]
     # Not a pipe: Ray's daemons would keep it open.
     with (
         tempfile.TemporaryFile() as output,
@@ -244,5 +241,6 @@ def start_ray(address: str | None, within_s: float) -> Finding:
         output.seek(0)
         lines = output.read().decode("utf-8", "replace").strip().splitlines() or [f"exit code {code}"]
     if code != 0:
-        return Finding("fail", f"{where} did not start: {one_line(lines[-1], 300)}", failed)
+        remedy = "correct this, or set training.workers=0 to run without Ray"
+        return Finding("fail", f"{where} did not start: {one_line(lines[-1], 300)}", remedy)
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")

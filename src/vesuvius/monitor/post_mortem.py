@@ -24,7 +24,7 @@ from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.records import JsonLines, Tail, read_dataclasses
 from vesuvius.runlog.units import format_count, format_gib, format_size, format_time
 
-Moments = Sequence[MemorySample]
+Samples = Sequence[MemorySample]
 Victim = Literal["reader", "run"]
 Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
 
@@ -62,7 +62,7 @@ class Death:
     # memory guard; a signal from outside; a restart of the machine
     cause: Cause
     evidence: tuple[str, ...]  # a line each
-    moments: tuple[MemorySample, ...]  # the last 60 seconds
+    moments: tuple[MemorySample, ...]  # samples of the last 60 seconds
     remedy: str  # what to change, with overrides
 
 
@@ -94,13 +94,13 @@ def death_lines(death: Death) -> list[str]:
     ]
 
 
-def _table(moments: Sequence[MemorySample]) -> list[str]:
+def _table(samples: Sequence[MemorySample]) -> list[str]:
     """Tabulate the memory of the last minute, a line per ten seconds."""
-    if not moments:
+    if not samples:
         return ["  no memory samples were kept"]
-    end = moments[-1].time
+    end = samples[-1].time
     rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
-    for each in {(end - sample.time) // _EVERY_S: sample for sample in moments}.values():
+    for each in {(end - sample.time) // _EVERY_S: sample for sample in samples}.values():
         pid, size = max(each.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
         reader, share = f"{format_gib(size)} (pid {pid})" if pid else "-", _share_of(each)
         rows.append(
@@ -145,18 +145,18 @@ def read_counts_of(pid: int) -> KillCounts:
 
 
 def examine_reader(
-    end: Mapping[str, Any], step: int, session: SessionRecord, moments: Moments, readers: Iterable[int] = ()
+    end: Mapping[str, Any], step: int, session: SessionRecord, samples: Samples, readers: Iterable[int] = ()
 ) -> Death:
     """Explain why a reader died; called in the trainer once it has been replaced.  Reads the kernel's counts.
 
     Args:
         end: fields of the stream's event `reader_died`.
         step: optimizer steps done.
-        moments: samples of the last two minutes.
+        samples: memory of the last two minutes.
         readers: pids of the living readers on this machine.
     """
     ended = time.time() if end["exit_time"] is None else end["exit_time"]
-    moments = _last_minute(moments, ended)
+    samples = _last_minute(samples, ended)
     exit_type, node = end["exit_type"], end["node"]
     evidence = [f"Ray: {exit_type}: {end['exit_detail']}" if exit_type else "Ray did not report how it ended"]
     cause: Cause = "unknown"
@@ -169,20 +169,20 @@ def examine_reader(
         evidence.append(f"it ran on {node}, whose kernel cannot be queried from here")
     elif exit_type in (None, "SYSTEM_ERROR"):
         # The monitor continues while the new reader starts: samples taken after the death have counted it already.
-        before = [sample for sample in moments if end["exit_time"] is not None and sample.time < ended - _NOTICED_S]
-        sampled = next(iter([*before[-1:], *moments[:1]]), None)
+        before = [sample for sample in samples if end["exit_time"] is not None and sample.time < ended - _NOTICED_S]
+        sampled = next(iter([*before[-1:], *samples[:1]]), None)
         # Readers of a shared Ray are in another cgroup than the trainer: use that of a living reader.
         known = (counts for pid in readers if (counts := read_counts_of(pid)).path)
         counts = next(known, None) or read_counts_of(os.getpid())
-        cause, counted = _judge_counts(session, sampled, moments[-1] if moments else None, counts)
+        cause, counted = _judge_counts(session, sampled, samples[-1] if samples else None, counts)
         evidence = [*counted, *evidence]
-    remedy = remedy_of(cause, "reader", session.workers, moments[-1] if moments else None, session.limits.ray_share)
-    return _death("reader", end["pid"], step, cause, evidence, moments, remedy)
+    remedy = remedy_of(cause, "reader", session.workers, samples[-1] if samples else None, session.limits.ray_share)
+    return _death("reader", end["pid"], step, cause, evidence, samples, remedy)
 
 
-def death_of_this_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: Moments, remedy: str) -> Death:
+def death_of_this_run(cause: Literal["gpu", "guard"], step: int, reason: str, samples: Samples, remedy: str) -> Death:
     """Record that this run ended itself because memory ran out; `reason`: the figures behind it."""
-    return _death("run", os.getpid(), step, cause, [reason], _last_minute(moments, time.time()), remedy)
+    return _death("run", os.getpid(), step, cause, [reason], _last_minute(samples, time.time()), remedy)
 
 
 def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
@@ -223,9 +223,9 @@ def is_of_session(death: Death, session: SessionRecord) -> bool:
 
 
 def _examine(run_dir: Path, session: SessionRecord) -> Death:
-    moments = [sample for sample in read_recent(run_dir / "recent.jsonl") if sample.time >= session.begin_time]
+    samples = [sample for sample in read_recent(run_dir / "recent.jsonl") if sample.time >= session.begin_time]
     records = [r for r in Tail(run_dir / "metrics.jsonl").new() if r["time"] >= session.begin_time]
-    last = moments[-1] if moments else None
+    last = samples[-1] if samples else None
     seen = max(session.begin_time, last.time if last else 0.0, records[-1]["time"] if records else 0.0)
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
     here = boot_id()
@@ -244,14 +244,14 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
     remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
-    return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(moments, seen), remedy)
+    return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(samples, seen), remedy)
 
 
 def _death(
-    victim: Victim, pid: int, step: int, cause: Cause, evidence: Sequence[str], moments: Moments, remedy: str
+    victim: Victim, pid: int, step: int, cause: Cause, evidence: Sequence[str], samples: Samples, remedy: str
 ) -> Death:
     """Build a death; adds the memory at the last sample, and that of a dead reader."""
-    memory, last = [], moments[-1] if moments else None
+    memory, last = [], samples[-1] if samples else None
     if last is not None and (share := _share_of(last)) is not None:
         figures = (
             f"({format_size(last.killer_used_bytes)} of {format_size(last.kills_at_bytes)}) at {format_time(last.time)}"
@@ -260,7 +260,7 @@ def _death(
         memory.append(f"memory was at {100 * share:.1f} % of the point where {limit} kills {figures}")
     if last is not None and pid in last.reader_bytes:
         memory.append(f"the reader itself used {format_size(last.reader_bytes[pid])}")
-    return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(moments), remedy)
+    return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(samples), remedy)
 
 
 def _counts_for(session: SessionRecord) -> KillCounts:
@@ -340,5 +340,5 @@ def remedy_of(
     return f"{again}; if it happens again, watch it with vesuvius memcheck --watch 2."
 
 
-def _last_minute(moments: Moments, end: float) -> Moments:
-    return [sample for sample in moments if end - _LAST_S - _NOTICED_S <= sample.time <= end]
+def _last_minute(samples: Samples, end: float) -> Samples:
+    return [sample for sample in samples if end - _LAST_S - _NOTICED_S <= sample.time <= end]

@@ -42,14 +42,9 @@ def _time(records: RunRecords) -> Iterator[Chart]:
 
 def _learning(records: RunRecords) -> Iterator[Chart]:
     steps = records.columns
-    titles = {
-        "loss": ("Training loss", ""),
-        "grad_norm": ("Gradient norm", ""),
-        "lr": ("Learning rate", ""),
-    }
-    for key, (title, unit) in titles.items():
+    for key, title in (("loss", "Training loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
         series = [banded(key, steps["step"], steps[key])]
-        yield from chart(key, title, unit, series, log=wants_log(series) and key != "lr")
+        yield from chart(key, title, "", series, log=wants_log(series) and key != "lr")
     validations = records.of_kind("validation")
     x = [figure(record.get("step")) for record in validations]
     error = [banded("EMA weights", x, [figure(record.get("relative_error")) for record in validations])]

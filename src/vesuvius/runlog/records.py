@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vesuvius.runlog.files import AppendFile
@@ -169,10 +169,8 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 def _typed(hint: Any, value: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (UnionType, Union):  # X | None, or bool | Literal["auto"]
-        if value is None or any(value in get_args(kind) for kind in arguments if get_origin(kind) is Literal):
-            return value
-        return _typed(next(kind for kind in arguments if kind is not NoneType), value)
+    if origin in (UnionType, Union):  # X | None
+        return None if value is None else _typed(arguments[0], value)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"{value!r} is not one of {arguments}")
@@ -186,18 +184,15 @@ def _typed(hint: Any, value: Any) -> Any:
     return hint(value)
 
 
-METRICS_BYTES = 2**18  # some hundred records
-
-
 class Tail:
     """Follows a file of lines: first returns the last ones, then those appended since.
 
     Args:
         path: the file; it may not exist yet, and may be replaced.
-        first_bytes: how much of the end to read first.
+        first_bytes: how much of the end to read first; 256 KiB are some hundred records.
     """
 
-    def __init__(self, path: Path, first_bytes: int = METRICS_BYTES) -> None:
+    def __init__(self, path: Path, first_bytes: int = 2**18) -> None:
         self._path = path
         self._first_bytes = first_bytes
         self._file: tuple[int, int] | None = None

@@ -64,11 +64,8 @@ def _commit() -> str | None:
     checkout = Path(__file__).resolve().parents[3]
     if not (repository := checkout / ".git").exists():
         return None
-    command = [
-        "git",
-        f"--git-dir={repository}",
-        f"--work-tree={checkout}",
-    ]  # within a git hook, GIT_DIR is that of another repository
+    # Within a git hook, GIT_DIR is that of another repository.
+    command = ["git", f"--git-dir={repository}", f"--work-tree={checkout}"]
     command += ["describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
