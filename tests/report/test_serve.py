@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +56,24 @@ def test_the_page_follows_a_run_and_stops_refreshing_at_its_end(tmp_path: Path) 
     assert _REFRESHES not in page
 
 
+def test_a_deleted_run_is_reported_and_the_page_stops_refreshing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    with served(run) as url:
+        shutil.rmtree(run)
+        page = get(url)
+    assert f"The directory {run} no longer exists" in page
+    assert _REFRESHES not in page
+
+
+def test_a_query_gets_the_page_and_a_head_request_its_headers(tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "tiny", [run_start(), step(1)])) as url:
+        page = get(f"{url}?from=mail")
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
+            assert (answer.headers["Content-Length"], answer.read()) == (str(len(page.encode())), b"")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            get(f"{url}favicon.ico")
+
+
 def test_a_port_in_use_is_an_error_of_the_command_line(tmp_path: Path) -> None:
     page = LivePage([tmp_path], "")
     with open_server(page, 0) as server:
@@ -71,3 +91,5 @@ def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
         assert "step 1 of 100000" in get(url)
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == EXIT_INTERRUPTED
+        assert process.stderr is not None
+        assert process.stderr.read() == "", "the usual end"

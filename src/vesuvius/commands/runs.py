@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, natural, say
-from vesuvius.errors import EXIT_OK, storage_errors
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
 
@@ -44,8 +45,9 @@ def report(argv: list[str]) -> int:
         return EXIT_OK
     with open_server(LivePage(runs, command), args.serve) as server:
         say(f"http://{HOST}:{server.server_port}/ (Ctrl-C to stop)")
-        server.serve_forever()
-    return EXIT_OK
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return EXIT_INTERRUPTED
 
 
 @as_command

@@ -28,7 +28,7 @@ from vesuvius.report.page import (
     render_html,
     write_page,
 )
-from vesuvius.report.records import Column, RunRecords, figure, read_run
+from vesuvius.report.records import GONE, Column, RunRecords, figure, read_run
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
@@ -136,6 +136,8 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     if verdicts:
         bottleneck = verdict_words(verdicts[-1], has_gpu=bool(records.environment.get("gpus")))
     tune = (run.tune_command,) if verdicts and verdicts[-1].get("overrides") else ()
+    if state == GONE:
+        return f"The directory {records.path} no longer exists: the run was {GONE}", "bad", ()
     if state.startswith("killed"):
         return f"Killed at step {steps}. Last verdict: {bottleneck}", "bad", (resume,)
     if state.startswith(_STOPPED):

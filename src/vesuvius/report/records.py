@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from vesuvius.config.describe import SAME_SPEED
@@ -23,9 +22,12 @@ from vesuvius.monitor.post_mortem import headline as death_headline
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, iter_records, records_in, run_starts
+from vesuvius.runlog.records import Record, current_records, iter_records, parse_record, records_in, run_starts
 
 Column = NDArray[np.float64]
+
+GONE = "deleted or moved"
+"""State of a run whose directory no longer exists."""
 
 STEP_FIELDS = (
     "step", "steps", "time", "step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s",
@@ -55,7 +57,7 @@ class RunRecords:
     config: Mapping[str, Any]  # the resolved config as plain data; empty if it cannot be read
     config_text: str
     environment: Mapping[str, Any]
-    state: str  # `running`, `killed`, `ended with exit code 0: CAUSE`, ...
+    state: str  # `running`, `killed`, `ended with exit code 0: CAUSE`, `GONE`, ...
 
     def of_kind(self, kind: str) -> list[Record]:
         """The records of a kind other than `step` and `system`."""
@@ -106,8 +108,8 @@ def read_run(path: Path) -> RunRecords:
         ],
         _config(config_text),
         config_text,
-        _mapping(read_text(path / "env.json") or ""),
-        _state(read_session(path / "session.json"), sessions),
+        parse_record(read_text(path / "env.json") or "") or {},
+        _state(read_session(path / "session.json"), sessions) if path.is_dir() else GONE,
     )
 
 
@@ -172,14 +174,5 @@ def _config(text: str) -> Mapping[str, Any]:
     try:
         found, _ = read_yaml(text, "config.resolved.yaml", is_stored=True)
     except ConfigError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _mapping(text: str) -> Mapping[str, Any]:
-    """A mapping parsed from YAML or JSON; empty if it cannot be parsed."""
-    try:
-        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from vesuvius.errors import ConfigError
 from vesuvius.report.model import build, page_of
-from vesuvius.report.records import read_run
+from vesuvius.report.records import GONE, read_run
 
 HOST = "127.0.0.1"
 _REFRESH_S = 10
-_OVER = ("ended", "killed")
+_OVER = ("ended", "killed", GONE)
 
 
 class LivePage:
@@ -47,16 +47,20 @@ def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != "/":
-                self.send_error(404)
-                return
-            body = page.get()
             with suppress(ConnectionError):  # the browser went away
+                if self.path.partition("?")[0] != "/":
+                    self.send_error(404)
+                    return
+                body = page.get()
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
 
         def log_message(self, *_: object) -> None:
             """Requests are not logged."""

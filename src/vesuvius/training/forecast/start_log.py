@@ -116,7 +116,7 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
         why = f"the second pass over the volumes ends only at step {math.ceil(2 * first_pass / config.global_batch)}"
     else:
         why = f"{size} of decoded volumes and their readers would take more than half of the free memory"
-    return [f"  resident no: {why}"]
+    return [f"  resident not used: {why}"]
 
 
 def log_ranks(config: Config, share: RankShare) -> None:
