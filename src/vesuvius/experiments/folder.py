@@ -20,9 +20,7 @@ _OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors,
 def locked(directory: Path, what: str) -> Iterator[int]:
     """Lock the directory against other sessions and the trainers of killed ones; yields the lock's file descriptor.
 
-    Raises:
-        ConfigError: another one is active.
-        StorageError: a file cannot be written, here or within the context.
+    Raises ConfigError if another one is active, and StorageError if a file cannot be written here or in the context.
     """
     remedy = "free some space and start again, or set VESUVIUS_RUNS"
     with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):

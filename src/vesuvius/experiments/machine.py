@@ -44,10 +44,7 @@ def facts_of_this_place() -> dict[str, str]:
 
 
 def ram_left(config: Config) -> int:
-    """Return the bytes a run may use before the guard's first threshold, given the current use of other processes.
-
-    The smallest over all memory limits: the machine, control groups, Ray's monitor, `monitor.ram_limit_gib`.
-    """
+    """Return the bytes a run may use before the guard's first threshold, given the current use of other processes."""
     limits = memory_policy(config.with_training(workers=max(config.training.workers, 1)))  # includes Ray's monitor
     return left_bytes(limits_of(sample_system(os.getpid()), limits), limits)
 

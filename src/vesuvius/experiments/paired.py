@@ -61,11 +61,7 @@ class Comparison:
 
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
-    """Compare two settings with the pairs up to the last test (after 3, 4, 5, ... pairs).
-
-    Args:
-        pairs: samples/s of A and of B, at least one pair.
-    """
+    """Compare the samples/s of A and B in pairs, at least one, up to the last test (after 3, 4, 5, ... pairs)."""
     count = max((look for look in LOOKS if look <= len(pairs)), default=0)
     return _compare(pairs[: count or len(pairs)], _POCOCK, least=LOOKS[0])
 

@@ -64,12 +64,7 @@ class Observed:
 
 
 class Observer:
-    """Counts and traces steps; called between two steps.
-
-    Args:
-        steps: number of counted steps.
-        trace: file for a trace of some further steps; None = none.
-    """
+    """Counts `steps` steps, then traces some more into the file `trace`; called between two steps."""
 
     def __init__(
         self, loop: TrainingLoop, reporter: StepReporter, observed: Observed, steps: int, trace: Path | None
@@ -120,15 +115,13 @@ class Observer:
 
 
 def profile(config: Config, source: Path, steps: int, trace: bool, command: str) -> RunReport:
-    """Train `steps` steps after the warm-up and write profile.html; returns the report.
+    """Train `steps` steps after the warm-up, trace some more, and write profile.html; returns the report.
+
+    Raises VesuviusError as `train`, and if the run ended before it had made the steps.
 
     Args:
         source: the YAML file of the config.
-        trace: also trace some further steps.
         command: as typed, for the page.
-
-    Raises:
-        VesuviusError: as `train`, or the run ended before it had made the steps.
     """
     ranks, config = config.training.ranks, single_rank_config(config)
     folder, observed = new_folder(run_dir(config).path / FOLDER), Observed()
@@ -172,12 +165,9 @@ def build_profile(
     ranks: int | Literal["auto"],
     next_command: str,
 ) -> RunReport:
-    """The report of a profile.
+    """The report of a profile of `asked` steps.
 
     Args:
-        records: records of the profiled run.
-        observed: facts that are not in the records.
-        asked: number of counted steps.
         ranks: number of ranks of the training; one was profiled.
         next_command: to type next.
     """

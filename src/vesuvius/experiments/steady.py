@@ -59,10 +59,7 @@ def is_settled(durations: Sequence[float]) -> bool:
 class BlockLength:
     """Length of a measurement: full cycles that take about `seconds`, and more the more their time varies.
 
-    Data come in bursts, once per `cycle` samples: a part of a cycle may be all burst or all wait.
-
-    Args:
-        batch: samples that arrive at once.
+    Samples come in batches, and in bursts once per `cycle` samples: a part of a cycle may be all burst or all wait.
     """
 
     def __init__(self, batch: int, cycle: int, seconds: float) -> None:
@@ -85,11 +82,9 @@ class BlockLength:
 
 
 class SteadyState:
-    """Collects step records until the steady state has been measured for long enough.
+    """Collects step records until the steady state has been measured for `seconds` or longer.
 
     Args:
-        warmup: steps that are not counted.
-        seconds: minimum duration of the steady state.
         batch: samples per step.
         workers: readers of all ranks.
         task: samples that a reader delivers at once.

@@ -41,13 +41,12 @@ class TrialInterrupted(VesuviusError):  # noqa: N818 - not an error
 class Trainer:
     """A running trainer and its records.  It has its own session, so Ctrl-C at the terminal does not reach it.
 
+    Raises OSError: the directory cannot be written.
+
     Args:
         directory: gets the run directory NAME, its config NAME.yaml and its output NAME.log.
-        lock_fd: descriptor that the trainer keeps open; None = none.
+        lock_fd: descriptor that the trainer keeps open.
         takes_commands: whether the trainer reads commands from `tell`.
-
-    Raises:
-        OSError: the directory cannot be written.
     """
 
     def __init__(self, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> None:
@@ -178,10 +177,8 @@ def trainer_config(config: Config, number: int) -> Config:
 
     Each trainer has its own seed and therefore reads other regions: otherwise a later one would find the data of an
     earlier one in the page cache or in `data.store.cache_dir` and appear faster.  Any action of its memory guard ends
-    it, because a setting that the guard has to reduce is not recommended.  Its weights hardly change.
-
-    Raises:
-        ValidationError: the config is invalid.
+    it, because a setting that the guard has to reduce is not recommended.  Its weights hardly change.  Raises
+    ValidationError if the config is invalid.
     """
     training = {
         "steps_per_epoch": NEVER,

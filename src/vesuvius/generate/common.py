@@ -125,11 +125,7 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
 
 
 class Network:
-    """A trained network, its schedule and its conditions.
-
-    Args:
-        request: its `checkpoint` is the directory of a checkpoint.
-    """
+    """The trained network of a request whose `checkpoint` is a directory, its schedule and its conditions."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.info = read_checkpoint_info(request.checkpoint, request.overrides)
@@ -151,11 +147,7 @@ class Network:
         return self._conditioner(raw, [self._volume] * count)
 
     def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> Estimate:
-        """Return the estimate for a batch of tiles.
-
-        Args:
-            stored: condition voxels in the stored dtype, [B, 1, Z, Y, X]; None = the condition is dropped.
-        """
+        """Return the estimate for a batch of tiles with stored condition voxels, [B, 1, Z, Y, X]; None = drop them."""
         config = self.info.config
         if stored is None and config.has_condition:
             # As in training, a dropped condition is 0, including the presence flag.

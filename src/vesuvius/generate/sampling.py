@@ -75,10 +75,8 @@ class SampleRequest(GenerateRequest):
 def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Generate samples and write them with their conditions and a picture.  Returns a summary for the terminal.
 
-    Raises:
-        ConfigError: there is no checkpoint, the arguments do not fit its config, or the output exists.
-        DataError: a condition cannot be read.
-        GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: nothing is left behind.
+    Raises ConfigError, DataError, GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: nothing is left
+    behind.
     """
     started = time.monotonic()
     # a batch larger than the count would waste time
@@ -121,9 +119,8 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
     with ExitStack() as opened:
         conditions = None
         if config.has_condition:
-            conditions = opened.enter_context(
-                ConditionPatches(config.data, info.data, request.volume_index, request.seed)
-            )
+            conditions = ConditionPatches(config.data, info.data, request.volume_index, request.seed)
+            opened.enter_context(conditions)
             size_um = conditions.voxel_size_um or volume.voxel_size_um
             condition_array = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
         for numbers in batches:
@@ -200,18 +197,10 @@ def sample_record(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, ev
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):
-    """Cuts the condition of each sample from a condition volume; the data volume itself need not exist.
-
-    Attributes:
-        volume: the opened condition volume.
-    """
+    """Cuts the condition of each sample from a condition volume; the data volume itself need not exist."""
 
     def __init__(self, config: DataConfig, facts: DataFacts, volume_index: int, seed: int) -> None:
-        """Reads metadata.  Raises DataError if the condition volume cannot be used.
-
-        Args:
-            facts: intensity ranges of conditions, shapes and factors of volumes.
-        """
+        """Reads metadata.  Raises DataError if the condition volume cannot be used."""
         spec = config.volumes[volume_index].condition
         assert spec is not None
         self.volume = open_volume(spec, config.store, config.missing_chunk, config.condition_nan)

@@ -96,10 +96,7 @@ def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
     """Return the baseline, which has the first value of every axis, then the other cells.
 
     Swept axes are crossed with each other.  A compared axis changes alone, so ten switches cost ten cells, not a
-    thousand.
-
-    Raises:
-        ConfigError: a key has two axes.
+    thousand.  Raises ConfigError if a key has two axes.
     """
     axes = [*sweeps, *compares]
     keys = [key for key, _ in axes]
@@ -182,9 +179,8 @@ def headline(results: Sequence[Result]) -> str:
     elif best.speed.differs and best.speed.gain > 0:
         words = f"{best.label} is fastest: {speed_words(best.speed, reference)}"
     elif best.speed.gain > 0:
-        words = (
-            f"No cell is measurably faster than {reference}; best: {best.label}, {speed_words(best.speed, reference)}"
-        )
+        speed = speed_words(best.speed, reference)
+        words = f"No cell is measurably faster than {reference}; best: {best.label}, {speed}"
     else:
         words = f"No cell is faster than {reference}"
     failed = [each.label for each in results if each.cause]
@@ -194,12 +190,8 @@ def headline(results: Sequence[Result]) -> str:
 def speed_words(speed: Comparison, reference: str) -> str:
     """`15 % faster than the baseline (12 to 18 % faster)`."""
     words = format_speed(1 + speed.gain)
-    return f"{words} {'as' if words.endswith('as fast') else 'than'} {reference} ({interval(speed)})"
-
-
-def interval(speed: Comparison) -> str:
-    """`12 to 18 % faster`, or that there is none."""
-    return format_speed(*(1 + end for end in speed.ends)) if speed.ends else "one round"
+    interval = format_speed(*(1 + end for end in speed.ends)) if speed.ends else "one round"
+    return f"{words} {'as' if words.endswith('as fast') else 'than'} {reference} ({interval})"
 
 
 def build_page(
@@ -261,12 +253,9 @@ def _row(result: Result, is_base: bool) -> dict[str, str]:
         "interval": " to ".join(f"{1 + end:.2f}" for end in speed.ends) if speed else "-",
     }
     if result.ranks:
-        row |= {
-            "efficiency": f"{format_percent(result.efficiency)} {band(result.efficiency)}"
-            if result.efficiency
-            else "-",
-            "comm, s": format_number(figures.get("comm_s")),
-        }
+        share = result.efficiency
+        row["efficiency"] = f"{format_percent(share)} {band(share)}" if share else "-"
+        row["comm, s"] = format_number(figures.get("comm_s"))
     return row | {
         "rounds": str(len(ends)),
         "step, s": format_number(figures.get("step_s")),

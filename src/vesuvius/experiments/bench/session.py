@@ -55,13 +55,8 @@ class BenchRequest:
 def bench(request: BenchRequest) -> tuple[int, RunReport]:
     """Measure all cells and write the report; after a signal, with the measurements until then.
 
-    Returns:
-        The exit code and the report: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
-        after a signal.
-
-    Raises:
-        ConfigError: a cell's config is wrong, or another bench of this run is active.
-        StorageError: the folder cannot be written.
+    Returns the exit code, EXIT_ERROR if nothing could be measured, and the report.  Raises ConfigError if a cell's
+    config is wrong or another bench of this run is active, and StorageError.
     """
 
     def config_with(overrides: Sequence[str]) -> Config:
@@ -101,15 +96,9 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
 def measure_rounds(
     done: list[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
-    """Measure every cell once a round, every other round in reverse order, and append to `done`.
+    """Append measure(cell, round) of every cell in each round to `done`, every other round in reverse order.
 
     A cell that failed is left out of the later rounds.
-
-    Args:
-        measure: takes a cell and a round.
-
-    Raises:
-        TrialInterrupted, StorageError, OSError: as `measure`.
     """
     for round in range(rounds):
         for cell in list(range(cells))[:: -1 if round % 2 else 1]:
@@ -126,17 +115,14 @@ def measure_cell(
     lock_fd: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Measure a cell once, in its own process.
+    """Measure `seconds` of the steady state of a cell, in a process whose run directory is in `directory`.
 
     Args:
-        directory: folder for the run directories of all measurements.
-        seconds: duration of the steady state to measure.
         limit_s: timeout.
-        lock_fd: descriptor that the trainer keeps open; None = none.
-        stopping: whether the bench was asked to stop.
+        lock_fd: descriptor that the trainer keeps open.
 
     Raises:
-        TrialInterrupted: the bench was asked to stop; the process and its children are gone.
+        TrialInterrupted: `stopping` returned true; the process and its children are gone.
         StorageError, OSError: the disk cannot be written.
     """
     began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)

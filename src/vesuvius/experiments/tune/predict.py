@@ -35,11 +35,7 @@ _SIZES = {"workers", "requests", "prefetch_factor", "train_batch_size", "accumul
 
 
 class PredictedMemory:
-    """Predicts memory from the planner, corrected by the blocks so far.
-
-    Args:
-        blocks: may grow after construction.
-    """
+    """Predicts memory from the planner, corrected by the blocks so far, which may grow after construction."""
 
     def __init__(self, space: SearchSpace, planner: Planner, blocks: Sequence[Block]) -> None:
         self._space, self._planner, self._blocks = space, planner, blocks
@@ -113,11 +109,7 @@ class PredictedMemory:
 
 
 class PredictedRates:
-    """Predicts samples/s: the smaller of the readers' and the trainer's limit.
-
-    Args:
-        blocks: may grow after construction.
-    """
+    """Predicts samples/s from the blocks so far: the smaller of the readers' and the trainer's limit."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks

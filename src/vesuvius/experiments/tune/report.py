@@ -58,8 +58,7 @@ class Option:
 def build_options(found: Recommendation, search: Search, steps: int) -> list[Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
-    Args:
-        steps: optimizer steps of a full run.
+    `steps` are the optimizer steps of a full run.
     """
     rates, memory, source, best, space = search.rates, search.memory, search.base, found.best, search.space
 
@@ -183,12 +182,7 @@ def build_page(
     commands: Sequence[str],
     config_text: str,
 ) -> RunReport:
-    """The page of a tune.
-
-    Args:
-        facts: facts about the tune, in addition to its summary.
-        commands: commands to type next.
-    """
+    """The page of a tune; `facts` are added to its summary, `commands` are to be typed next."""
     values = [
         (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
         for knob, why in found.reasons.items()
@@ -248,26 +242,13 @@ def _option_table(options: Sequence[Option]) -> Table:
     step_unit, step = in_one_unit([option.step_s for option in options])
     total_unit, total = in_one_unit([option.total_s for option in options])
     rows = []
-    for option, step_text, total_text in zip(options, step, total, strict=True):
-        mark = "" if option.measured else "~"
-        speed = (
-            (mark + format_number(option.samples_s), mark + step_text, mark + total_text)
-            if option.samples_s
-            else ("-",) * 3
-        )
+    for option, *times in zip(options, step, total, strict=True):
+        mark = "" if option.measured or not option.samples_s else "~"
+        speed = [mark + text for text in (format_number(option.samples_s), *times)]
         memory = (format_gib(option.ram_bytes), format_gib(option.vram_bytes), option.risk)
         rows.append((option.name, *speed, *memory, " ".join(option.overrides) or "none", option.words))
-    columns = (
-        "option",
-        "samples/s",
-        f"step, {step_unit}",
-        f"full run, {total_unit}",
-        "RAM, GiB",
-        "VRAM, GiB",
-        "memory risk",
-        "changes",
-        "why",
-    )
+    speeds = ("samples/s", f"step, {step_unit}", f"full run, {total_unit}")
+    columns = ("option", *speeds, "RAM, GiB", "VRAM, GiB", "memory risk", "changes", "why")
     return Table("Options", columns, tuple(rows), _NOTE)
 
 
@@ -292,7 +273,6 @@ def tuned_yaml(
     """The text of a config that extends the source (in the same folder) and reads as `wanted`.  Pure.
 
     Args:
-        source, wanted: the config without and with the changes of the tune.
         reasons: by full key (`training.workers`); others are "as set for the tune".
         header: lines for the top, without `#`; one that begins with `MARK` comes before them.
     """
@@ -322,12 +302,7 @@ def tuned_yaml(
 
 
 def check_tunable(source: Path) -> None:
-    """Check before the first block that the tuned config can be written.  Does I/O.
-
-    Raises:
-        ConfigError: the source is a tuned config, or a file of the user has the name of the tuned config.
-        StorageError: the folder of the source cannot be written.
-    """
+    """Raise ConfigError or StorageError, before the first block, if the tuned config cannot be written."""
     if _is_ours(source):
         raise ConfigError(f"{source} was written by vesuvius tune; tune the config it extends or remove its first line")
     path = tuned_path(source)

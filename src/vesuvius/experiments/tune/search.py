@@ -56,36 +56,24 @@ class Cell:
 class Search:
     """A search: call `tell` with the block of its `cell` until `cell` is None.
 
-    Args:
-        policy: a generator that yields a `Cell` and is sent its `Block`.
-        planner: predicts the memory of a setting.
-
-    Attributes:
-        cell: the cell to measure next; None = the search is over.
-        asked, blocks: all cells so far, and their measurements.
-        base: the setting of the config, with which the best is compared.
-        best: the best setting so far.
-        because: reason for each changed knob.
-        notes: for each stage, the rejected settings and why it ended.
-        with_base: samples/s of pairs of full runs of the best and the base.
-        cut_short: why the search ended early; '' = it did not.
-        why_failed: why the last block could not be measured.
+    The policy is a generator that yields a `Cell` and is sent its `Block`.
     """
 
     def __init__(self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]]) -> None:
         self.space = space
-        self.asked: list[Cell] = []
-        self.blocks: list[Block] = []
+        self.asked: list[Cell] = []  # all cells so far
+        self.blocks: list[Block] = []  # their measurements
         self.memory = PredictedMemory(space, planner, self.blocks)
         self.rates = PredictedRates(self.blocks)
         self.base = self.best = space.source
-        self.because: dict[Knob, str] = {}
-        self.notes: list[tuple[Stage, str]] = []
-        self.with_base: list[tuple[float, float]] = []
-        self.cut_short = self.why_failed = ""
+        self.because: dict[Knob, str] = {}  # reason for each changed knob
+        self.notes: list[tuple[Stage, str]] = []  # for each stage, the rejected settings and why it ended
+        self.with_base: list[tuple[float, float]] = []  # samples/s of pairs of full runs of the best and the base
+        self.cut_short = ""  # why the search ended early; '' = it did not
+        self.why_failed = ""  # why the last block could not be measured
         self._overhead_s: dict[tuple[bool, bool], float] = {}  # longest time of a block in addition to measuring
         self._script = policy(self)
-        self.cell: Cell | None = next(self._script, None)
+        self.cell: Cell | None = next(self._script, None)  # to measure next; None = the search is over
 
     @property
     def left_s(self) -> float:
@@ -155,8 +143,7 @@ class Search:
     ) -> Asks[Comparison | None]:
         """Measure two settings alternately until it is settled whether `one` is faster; None without a pair.
 
-        Args:
-            pairs: new pairs are appended.
+        Pairs are appended to `pairs`.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
         at_once = AT_ONCE if one[1] == "step" else SURE

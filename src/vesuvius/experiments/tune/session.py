@@ -68,9 +68,8 @@ class TrialRunner:
     """Measures settings in one trainer, which is restarted only if training settings other than the readers change.
 
     Args:
-        config: the config to tune.
         directory: folder for the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
-        lock_fd: descriptor that a trainer keeps open; None = none.
+        lock_fd: descriptor that a trainer keeps open.
         stopping: once it returns true, `measure` kills the trainer and raises TrialInterrupted.
     """
 
@@ -90,12 +89,7 @@ class TrialRunner:
     def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
 
-        Args:
-            limit_s: timeout, after which the trainer is killed.
-
-        Raises:
-            TrialInterrupted: a stop was requested.
-            OSError: the runner could not write to the disk.
+        After `limit_s` the trainer is killed.  Raises TrialInterrupted, and OSError if the disk cannot be written.
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
         starts = trainer is None or trainer.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
@@ -155,13 +149,8 @@ class TuneRequest:
 def tune(request: TuneRequest) -> int:
     """Measure until the policy stops or a signal arrives, then write the report and the tuned config.
 
-    Returns:
-        EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED after a signal.
-
-    Raises:
-        ConfigError: another tune of this run is active, or the tuned config could not be written.
-        DataError: a volume cannot be used.
-        StorageError: the run directory cannot be written.
+    Returns the exit code, EXIT_ERROR if nothing could be measured.  Raises ConfigError if another tune of this run is
+    active or the tuned config could not be written, DataError and StorageError.
     """
     space, planner = _open(request)
     directory = run_dir(request.config).path / TUNE
@@ -198,10 +187,7 @@ def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
 
 
 def plan(request: TuneRequest) -> list[str]:
-    """Return the lines of `--dry-run`: limits, budget, and the memory of the settings to try.  Writes nothing.
-
-    Raises ConfigError, DataError: as `tune`; also if the config does not fit into memory.
-    """
+    """Return the lines of `--dry-run`.  Writes nothing.  Raises as `tune`, and if the config does not fit."""
     space, planner = _open(request)
     return plan_lines(space, planner, machine_words())
 

@@ -29,18 +29,8 @@ _SHORTEST_BLOCK_S, _LONGEST_BLOCK_S = 2.0, 30.0
 _OTHERS_OVER_S = 1.0
 
 
-def survey(
-    config: Config,
-    data: PreparedData,
-    *,
-    budget_s: float,
-    keep: Sequence[Knob] = (),
-) -> SearchSpace:
-    """Return the search space of one rank, with its share of this machine.  Does I/O; uses no GPU.
-
-    Args:
-        keep: knobs to leave unchanged.
-    """
+def survey(config: Config, data: PreparedData, *, budget_s: float, keep: Sequence[Knob] = ()) -> SearchSpace:
+    """Return the search space of one rank, with its share of this machine.  Does I/O; uses no GPU."""
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", num_local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
     busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)  # before the tune starts anything

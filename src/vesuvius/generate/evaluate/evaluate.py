@@ -83,18 +83,9 @@ class EvaluationRequest:
 
 
 def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done, total: None) -> tuple[Path, str]:
-    """Evaluate a trained model and write the folder.
+    """Evaluate a trained model and write the folder; returns it and the table for the terminal.
 
-    Args:
-        on_step: as in `generate_samples`.
-
-    Returns:
-        The folder, and the table for the terminal.
-
-    Raises:
-        ConfigError: the arguments do not fit the run, or nothing is held out.
-        DataError: volumes cannot be read.
-        StorageError, and the errors of `generate_samples`: no folder is left.
+    Raises ConfigError, DataError, StorageError, and the errors of `generate_samples`: no folder is left.
     """
     asked, path, out = request.samples, request.generated, request.out
     info = read_checkpoint_info(find_checkpoint(asked.checkpoint, "RUN"), asked.overrides)

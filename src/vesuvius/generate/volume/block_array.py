@@ -23,22 +23,16 @@ from vesuvius.volumes.box import Box, shape_of
 
 
 class BlockArray:
-    """One value per voxel, in the blocks of a tiling.  Raises OSError if the disk fails.
-
-    Args:
-        path: folder of the files.
-    """
+    """One value per voxel, in the blocks of a tiling, whose files are in the folder `path`.  Raises OSError."""
 
     def __init__(self, path: Path, tiling: Tiling, dtype: np.dtype[Any] | str = "float32") -> None:
         self.path, self._tiling = path, tiling
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def create(self) -> None:
-        """Create the folder if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def has(self, block: int) -> bool:
-        """Whether a block has been written."""
         return self._file(block).exists()
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:

@@ -48,11 +48,7 @@ class InputConfig:
 
 
 class Inputs(AbstractContextManager["Inputs"]):
-    """The opened input volumes.  Boxes are in voxels of the generated volume.
-
-    Attributes:
-        shape_zyx: shape of the generated volume, if an input or a box defines it.
-    """
+    """The opened input volumes.  Boxes are in voxels of the generated volume."""
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         """Reads metadata.  Raises DataError, and ConfigError if shapes differ or the box is outside.
 
         Args:
-            config: of the training run: how volumes are read, what NaN means, class labels.
+            config: of the training run.
             shape_zyx: requested shape of the generated volume.
             condition_factors: generated voxels per voxel of the condition, along each axis.
         """
@@ -80,7 +76,7 @@ class Inputs(AbstractContextManager["Inputs"]):
             shape = _common_shape(volumes, inputs.box, shape_zyx, condition_factors)
             self._open = opened.pop_all()
         self.volumes: dict[str, Volume] = volumes
-        self.shape_zyx = shape_of(inputs.box) if inputs.box else shape
+        self.shape_zyx = shape_of(inputs.box) if inputs.box else shape  # None if neither inputs nor arguments define it
         self._origin = inputs.box[0] if inputs.box else (0, 0, 0)
         # the condition may be coarser; the other volumes have the voxels of the generated one
         self._alignments: dict[Volume, Alignment] = {}
@@ -97,12 +93,10 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     @property
     def inpaint(self) -> Volume | None:
-        """The volume whose known voxels are kept, if any."""
         return self.volumes.get("--inpaint")
 
     @property
     def condition(self) -> Volume | None:
-        """The volume that conditions the network, if any."""
         return self.volumes.get("--condition")
 
     def record(self) -> dict[str, Any]:
@@ -117,8 +111,7 @@ class Inputs(AbstractContextManager["Inputs"]):
     def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
         """Return edge lengths of voxels, their unit, and the corner: its position in the input volumes.
 
-        Args:
-            voxel_size_um: of the training volume; used if the input volumes have none.
+        The edge lengths are `voxel_size_um`, those of the training volume, if the input volumes have none.
         """
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None

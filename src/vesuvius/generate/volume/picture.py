@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from pathlib import Path
 
@@ -45,8 +46,7 @@ _WIDTH_PX = 256  # small volumes are magnified to about this
 def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     """Write a PNG with the middle slices of a finished volume and of its labels, if they were written too.
 
-    Raises:
-        DataError: the volume cannot be read, or the picture cannot be written.
+    Raises DataError, and StorageError if the picture cannot be written.
     """
     grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
     cells, name = [], "generated"
@@ -66,20 +66,16 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int,
     Args:
         grey: grey values that become black and white; None = from 0 to the largest value.
     """
-    level, more = 0, True
-    while more:
+    for level in itertools.count():
         with closing(open_volume(ArrayConfig(path=str(path), level=level))) as volume:
-            shape = volume.shape_zyx
-            more = max(shape) > _LONGEST and (path / str(level + 1)).is_dir()
-            level += 1
-            if more:
+            shape, size_um = volume.shape_zyx, volume.voxel_size_um
+            if max(shape) > _LONGEST and (path / str(level + 1)).is_dir():
                 continue
-            cuts = [
-                box_along((size // 2, size // 2 + 1) if a == axis else (0, size) for a, size in enumerate(shape))
-                for axis in range(3)
-            ]
+            ends = [(0, size) for size in shape]
+            middles = [(size // 2, size // 2 + 1) for size in shape]
+            cuts = [box_along((*ends[:axis], middles[axis], *ends[axis + 1 :])) for axis in range(3)]
             faces = [volume.read(cut) for cut in cuts]
-            size_um = volume.voxel_size_um
+            break
     grey = grey or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
     flat = [_model_values(face, grey).squeeze(axis) for axis, face in enumerate(faces)]
     scale = max(1, _WIDTH_PX // max(shape))
@@ -94,15 +90,11 @@ def _model_values(voxels: NDArray[np.generic], grey: IntensityRange) -> Float32:
 def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
     """Generate a volume from the labels in the middle of the held-out part, and draw it next to the real voxels.
 
+    Raises DataError, and as `generate_volume`.
+
     Args:
         run: the run directory of a model with labels, whose first volume has a held-out part.
         most_zyx: largest size of the volume; smaller if less is held out.
-        out: the OME-Zarr to write.
-        picture: the PNG to write.
-        on_progress: as in `generate_volume`.
-
-    Raises:
-        DataError, and what `generate_volume` raises.
     """
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]

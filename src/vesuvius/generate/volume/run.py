@@ -82,14 +82,11 @@ class VolumeRequest(GenerateRequest):
 def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Generate a volume, or resume one; a volume finished with the same arguments is not changed.
 
-    Returns:
-        A summary for the terminal.
+    Returns a summary for the terminal.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or `out` is another volume.
-        DataError: an input volume cannot be read.
-        StorageError: the disk fails or is too small.
-        GpuMemoryError, SamplingStoppedError, NonFiniteError: finished tiles are kept.
+        DataError, StorageError, GpuMemoryError, SamplingStoppedError, NonFiniteError: finished tiles are kept.
     """
     started = time.monotonic()
     with prepared(request) as volume:
@@ -284,12 +281,10 @@ class _Volume:
 
     def check_space(self, active: Blocks) -> str:
         """Describe the disk space needed.  Raises StorageError if the disk is too small."""
-        out, labels_out, volume = self.request.out, self.request.labels_out, self.plan.raw_bytes
-        state, free = state_bytes(self.job, active, self.workers), free_disk_bytes(out.parent)
-        total, need = (
-            state + volume,
-            f"{format_size(state)} for the state, at most {format_size(volume)} for the volume",
-        )
+        out, labels_out = self.request.out, self.request.labels_out
+        state, volume = state_bytes(self.job, active, self.workers), self.plan.raw_bytes
+        total, free = state + volume, free_disk_bytes(out.parent)
+        need = f"{format_size(state)} for the state, at most {format_size(volume)} for the volume"
         if labels_out is not None and self.inputs.condition is not None and not labels_out.exists():
             labels = replace(self.plan, voxel_bytes=self.inputs.condition.dtype.itemsize).raw_bytes
             total, need = total + labels, f"{need}, at most {format_size(labels)} for the labels"

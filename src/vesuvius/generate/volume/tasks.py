@@ -103,7 +103,6 @@ class State:
         self.x_0 = BlockArray(self.path / "x_0", job.tiling)
 
     def create(self) -> None:
-        """Create the folders if they are missing."""
         self.x.create()
         self.x_0.create()
         (self.path / "tiles").mkdir(exist_ok=True)
@@ -127,17 +126,11 @@ class State:
             flush_to_disk(folder)
 
     def delete(self) -> None:
-        """Delete all files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class TaskRunner:
-    """Runs tasks, also in several processes at the same time; raises OSError.
-
-    Args:
-        folder: `state/`.
-        device: device of the estimates.
-    """
+    """Runs tasks on the files in `folder` (state/), also in several processes at the same time; raises OSError."""
 
     def __init__(self, job: VolumeJob, folder: Path, estimate_for: EstimateFor, device: torch.device) -> None:
         self._job, self._folder, self._device = job, folder, device
@@ -146,7 +139,6 @@ class TaskRunner:
         self.condition = None if job.condition is None else BlockArray(folder / "condition", job.tiling, job.condition)
 
     def run(self, task: Task) -> None:
-        """Run a task."""
         match task.kind:
             case "start":
                 self.start_block(task.index)
@@ -209,11 +201,7 @@ class TaskRunner:
 
 
 def active_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], progress: ProgressReporter) -> Blocks:
-    """Return the blocks with gaps in them or less than half a patch away.
-
-    Args:
-        gaps: returns which voxels of a box are gaps; called once per block.
-    """
+    """Return the blocks with gaps in them or less than half a patch away; calls `gaps` once per block."""
     _, ny, nx = tiling.block_grid
     active = set[int]()
     for block in progress.track("blocks searched for gaps", range(tiling.blocks), tiling.blocks):
@@ -230,11 +218,7 @@ def active_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], prog
 
 
 def used_blocks(job: VolumeJob, active: Blocks) -> Blocks:
-    """Return the blocks with voxels that the network sees; the others need no state.
-
-    Args:
-        active: blocks near gaps; a range = all.
-    """
+    """Return the blocks with voxels that the network sees; the others need no state."""
     if isinstance(active, range):
         return active
     tiles = (tile for batch in job.batches_over(active) for tile in job.batch(batch))
@@ -258,7 +242,7 @@ BLOCKS_PER_GROUP = 16
 OpenRunner = Callable[[], TaskRunner]
 """Creates the `TaskRunner` of a process; picklable."""
 RunTasks = Callable[[Iterable[Task]], Iterator[Task]]
-"""Runs tasks in any order and yields each when it is done."""
+"""Runs tasks in any order and yields each when it is done: `run_locally`, `ray_workers`."""
 
 
 @contextmanager
@@ -293,13 +277,10 @@ class VolumeSampler:
     def run(self, run_tasks: RunTasks, workers: int = 1) -> BlockArray:
         """Resume from the existing files, run to the last state and return it; only used blocks have one.
 
-        Args:
-            run_tasks: runs tasks in any order (`run_locally`, `ray_workers`).
-            workers: number of tasks that run at the same time.
+        Raises SamplingStoppedError if a stop was requested, and the errors of tasks.
 
-        Raises:
-            SamplingStoppedError: a stop was requested.
-            VesuviusError: workers keep dying, or an error of a task.
+        Args:
+            workers: number of tasks that run at the same time.
         """
         last = len(self._job.passes)
         for pass_index in range(self._resume(), last):

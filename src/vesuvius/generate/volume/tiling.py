@@ -71,12 +71,10 @@ class Tiling:
 
     @property
     def tile_grid(self) -> Triple:
-        """Number of tiles along each axis."""
         return triple(map(len, self.starts))
 
     @property
     def tiles(self) -> int:
-        """Number of tiles."""
         return math.prod(self.tile_grid)
 
     @property
@@ -86,20 +84,16 @@ class Tiling:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return math.prod(self.block_grid)
 
     def tile_box(self, tile: int) -> Box:
-        """Return the box of a tile."""
         index = _grid_index(tile, self.tile_grid)
         return box_at(triple(starts[i] for starts, i in zip(self.starts, index, strict=True)), self.patch_zyx)
 
     def block_index(self, block: int) -> Triple:
-        """Return the index of a block in the grid."""
         return _grid_index(block, self.block_grid)
 
     def block_box(self, block: int) -> Box:
-        """Return the box of a block."""
         return chunk_box(self.block_index(block), self.patch_zyx, self.shape_zyx)
 
     def tiles_over(self, box: Box) -> list[int]:
@@ -187,10 +181,8 @@ class Pass:
 def make_passes(levels: Sequence[NoiseLevel], method: SamplerMethod, rounds: int = 1) -> tuple[Pass, ...]:
     """Return the passes that take a volume from the first of `levels` to the last.
 
-    The corrector of heun is a separate pass, at the level of its predictor.
-
-    Args:
-        rounds: passes per step; all but the last of a step only correct the noise of known voxels.
+    The corrector of heun is a separate pass, at the level of its predictor.  All but the last of the `rounds` of a step
+    only correct the noise of known voxels.
     """
     passes: list[Pass] = []
     rows, relaxations = step_table(levels, method), _relaxation_factors(rounds)
@@ -235,20 +227,13 @@ def correct_known(step: Pass, x: Tensor, x_0: Tensor, known: Tensor) -> Tensor:
     Gaussian data the estimate in the gaps becomes E[x_0 | state in the gaps, known voxels] once the estimate at the
     known voxels equals their value: x_0(x + d) = x_0 + C d alpha / sigma^2, where C is the covariance of x_0 given x,
     and E[x_0 | x, known] = x_0 + C H^T (H C H^T)^-1 (known - H x_0) has that form.  This is one step of the fixed-point
-    iteration for it, d = relaxation * alpha * (known - x_0).
-
-    Args:
-        known: NaN where unknown.
+    iteration for it, d = relaxation * alpha * (known - x_0).  `known` is NaN where unknown.
     """
     return torch.where(known.isnan(), x, x + step.relaxation * step.level.alpha * (known - x_0))
 
 
 def advance(step: Pass, x: Tensor, x_0: Tensor, x_0_before: Tensor | None, noise: Tensor | None) -> Tensor:
-    """Return the next state of a block, float32 in the shape of `x`; voxels are independent.
-
-    Args:
-        noise: standard normal, if the step needs it.
-    """
+    """Return the next state of a block, float32 in the shape of `x`; voxels are independent.  `noise` is normal."""
     row = step.row
     assert row is not None
     eps = x_0_and_eps("x_0", x_0, x, step.level.alpha, step.level.sigma)[1] if row.eps != 0 else None
