@@ -16,7 +16,7 @@ import numpy as np
 
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Task, Visit
-from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
+from vesuvius.stream.reading.reader import Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
@@ -80,21 +80,17 @@ class LocalRegions(Regions):
 
     def _read(self, tasks: Iterable[Task], marker: AbstractContextManager[None]) -> Generator[Region]:
         with marker:
-            yield from self._read_all(tasks)
+            for task, ahead in pairwise(chain(tasks, [()])):
+                if self._resident is None:
+                    yield from self._read_blocks(task, ahead)
+                    continue
+                for slot in task:
+                    region = self._resident_region(self._job.plan.visit(slot), self._resident)
+                    # One that touches damage is replaced; the cutter copies the replacement into the resident copy.
+                    yield from [region] if region else self._read_blocks((slot,))
 
-    def _read_all(self, tasks: Iterable[Task]) -> Generator[Region]:
-        for task, ahead in pairwise(chain(tasks, [()])):
-            if self._resident is None:
-                yield from (region_in(block, self._job) for block in self._reader.blocks(task, ahead))
-                continue
-            for slot in task:
-                visit = self._job.plan.visit(slot)
-                # A region that touches damage is replaced; the cutter copies the replacement into the resident copy.
-                yield self._resident_region(visit, self._resident) or region_in(self._read_block(slot), self._job)
-
-    def _read_block(self, slot: int) -> Block:
-        (block,) = self._reader.blocks((slot,))
-        return block
+    def _read_blocks(self, task: Task, ahead: Task = ()) -> Iterator[Region]:
+        return (region_in(block, self._job) for block in self._reader.blocks(task, ahead))
 
     def _resident_region(self, visit: Visit, resident: Resident) -> Region | None:
         """Return the region as views of the copy; None if it cannot be read (reading it as a block reports why)."""
@@ -164,13 +160,8 @@ class LocalThenRay(Regions):
         local, later = _first_window(tasks, 0 if marker and marker.was_interrupted else job.plan.regions_in_flight)
         self._local: LocalRegions | None = LocalRegions(job, local, resident, marker) if local else None
         self._interrupted = False
-        self._ray = (
-            on_thread(start, self._unless_interrupted(chain([later], tasks)), name="ray-start") if later else None
-        )
-
-    def _unless_interrupted(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Yield the tasks until the stream is interrupted."""
-        return takewhile(lambda _: not self._interrupted, tasks)
+        rest = takewhile(lambda _: not self._interrupted, chain([later or ()], tasks))
+        self._ray = on_thread(start, rest, name="ray-start") if later else None
 
     def __next__(self) -> Region:
         if self._ray is not None and self._ray.done():

@@ -30,7 +30,7 @@ from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
 from vesuvius.stream.reading.reading_log import crashed_chunks, open_reading_log
 from vesuvius.volumes.alignment import Alignment, align
-from vesuvius.volumes.box import Box, format_box, intersects, shape_of
+from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import Volume, open_volume
@@ -231,22 +231,21 @@ class Reader:
 
     def _try_region(self, key: _RegionKey) -> bool:
         """Decode a region into the block; if it is damaged, quarantine the damage and return False."""
-        staged = key in self._staged
-        if staged:
+        if key in self._staged:
             self._staged.remove(key)
         volume_index, box = key
-        if self.is_damaged(volume_index, box):
-            if staged:
-                self._unstage(key)
-            return False
         try:
+            if self.is_damaged(volume_index, box):
+                return False
             self.read(volume_index, box, voxels_in(self._block, self._job, shape_of(box)))
         except UnreadableChunkError as error:
-            self._unstage(key)
             self._damaged.add((volume_index, error.box))
             self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
             self._new_damage.append(quarantine_record(volume_index, error))
             return False
+        finally:  # drops the chunks fetched for what was not read
+            for volume, alignment in self._arrays[volume_index]:
+                volume.release(alignment.array_box(box))
         return True
 
     def read(self, volume_index: int, box: Box, out: list[NDArray[Any]]) -> None:
@@ -276,11 +275,6 @@ class Reader:
             raise UnreadableChunkError(volume.name, box, chunk, volume.grid.box_of(chunk), cause)
         if self._log is not None:
             self._log.chunk(volume.name, chunk)
-
-    def _unstage(self, key: _RegionKey) -> None:
-        """Drop the chunks fetched for a region that is not read completely."""
-        for volume, alignment in self._arrays[key[0]]:
-            volume.release(alignment.array_box(key[1]))
 
     def _write_head(self, visit: Visit) -> None:
         head = pickle.dumps(BlockHead(visit, self.report()))
@@ -336,7 +330,7 @@ def _open_arrays(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignm
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:
     """Decoded bytes of the chunks that a box touches."""
-    chunks = math.prod(-(-hi // c) - lo // c for lo, hi, c in zip(*box, volume.chunk_zyx, strict=True))
+    chunks = math.prod(map(len, chunk_ranges(box, volume.chunk_zyx)))
     return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
 
 
