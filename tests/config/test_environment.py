@@ -74,7 +74,7 @@ def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     for name, problem in {
         "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
         "LR": "lr: unknown key; did you mean training.lr?",
-        "DATA__VOLUMES__PATH": "data.volumes has no entry path; use 0 to 0",
+        "DATA__VOLUMES__PATH": "data.volumes has no entry path; use 0, its only entry",
         "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer",
     }.items():
         assert problems(**{name: "1"}) == [f"environment variable VESUVIUS_{name}: {problem}"]
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
 def test_each_problem_names_the_variable_it_comes_from() -> None:
     found = problems(TRAINING__WORKERS="two", SEED="", DATA__VOLUMES__1__LEVEL="2")
     assert sorted(line.removeprefix("environment variable VESUVIUS_") for line in found) == [
-        "DATA__VOLUMES__1__LEVEL: data.volumes has no entry 1; use 0 to 0",
+        "DATA__VOLUMES__1__LEVEL: data.volumes has no entry 1; use 0, its only entry",
         "SEED: the value is missing; write null for none, or '' for empty text",
         "TRAINING__WORKERS: training.workers: 'two' is not valid; use an integer of at least 0",
     ]

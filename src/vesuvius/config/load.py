@@ -291,7 +291,9 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
     for part in parts:
         holder, path = holders[-1], dotted(tuple(steps))
         if isinstance(holder, list) and part not in map(str, range(len(holder))):
-            raise ConfigError(f"{path} has no entry {part}; use 0 to {len(holder) - 1}")
+            last = len(holder) - 1
+            remedy = f"use 0 to {last}" if last > 0 else "set the full list" if last else "use 0, its only entry"
+            raise ConfigError(f"{path} has no entry {part}; {remedy}")
         if isinstance(holder, dict) and part.isdecimal():
             raise ConfigError(f"{path} is not a list in the file and has no entry {part}; set the full list")
         if not isinstance(holder, dict | list):
