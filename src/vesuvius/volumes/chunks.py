@@ -224,9 +224,7 @@ class ChunkGrid:
         index = self.shard_index(self.key_of(chunk))
         if index is None:
             return np.zeros(self.axes.zyx_of(self._shards.counts), bool)
-        others = self.axes.others_of(self._within_shard(chunk))
-        selection: Any = self.axes.stored((slice(None),) * 3, others)
-        return self.axes.to_zyx(self._shards.present(index)[selection])
+        return self.axes.slab(self._shards.present(index), self.axes.others_of(self._within_shard(chunk)))
 
     def shard_index(self, key: str) -> Index | None:
         """The index of a shard, cached; None if the shard is absent.

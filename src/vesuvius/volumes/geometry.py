@@ -200,6 +200,11 @@ class Axes:
         order = [sorted(self.zyx).index(axis) for axis in self.zyx]
         return voxels.transpose(*order, *range(3, voxels.ndim))
 
+    def slab(self, voxels: NDArray[Any], others: Sequence[int]) -> NDArray[Any]:
+        """The voxels at an index of each other axis, along z, y, x.  Returns a view."""
+        selection: Any = self.stored((slice(None),) * 3, others)
+        return self.to_zyx(voxels[selection])
+
 
 def find_axes(
     name: str, array: zarr.Array[Any], ome_names: Names | None, select: tuple[int, ...]

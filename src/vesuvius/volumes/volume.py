@@ -50,7 +50,14 @@ _TRIES = 3
 
 @dataclass(eq=False)
 class Volume:
-    """One level of a volume, open for reading."""
+    """One level of a volume, open for reading.
+
+    Attributes:
+        shape_zyx: shape in voxels.
+        chunk_zyx: shape of the unit of decoding: the chunk, or the inner chunk of a sharded array.
+        dtype: stored dtype in native byte order: bool, or an integer or float of up to 8 bytes.
+        wait_s: total time that `read` has waited for a remote store.
+    """
 
     name: str  # path and level as the user gave them, for messages
     array: zarr.Array[Any]  # zarr-python's; describes the chunks but does not read them
@@ -65,27 +72,14 @@ class Volume:
 
     def __post_init__(self) -> None:
         self.grid = ChunkGrid(self.array, self.axes, self.source)
-        self.wait_s = 0.0  # total time that `read` has waited for a remote store
+        self.shape_zyx, self.chunk_zyx = self.grid.shape_zyx, self.grid.chunk_zyx
+        self.dtype = np.dtype(self.array.dtype).newbyteorder("=")
+        self.wait_s = 0.0
         self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)
         self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk)
         self._voxels_read = self._nonfinite = 0
         self._decode = ChunkDecoder(self.array)
         self._staging = Staging(self.grid) if self.source.remote else None
-
-    @cached_property
-    def shape_zyx(self) -> Triple:
-        """Shape in voxels."""
-        return self.grid.shape_zyx
-
-    @property
-    def chunk_zyx(self) -> Triple:
-        """Shape of the unit of decoding: the chunk, or the inner chunk of a sharded array."""
-        return self.grid.chunk_zyx
-
-    @cached_property
-    def dtype(self) -> np.dtype[Any]:
-        """Stored dtype in native byte order: bool, or an integer or float of up to 8 bytes."""
-        return np.dtype(self.array.dtype).newbyteorder("=")
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -294,8 +288,7 @@ class Volume:
     def _to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:
         """A chunk's voxels along z, y, x, at the selected index of each other axis."""
         others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
-        selection: Any = self.axes.stored((slice(None),) * 3, others)
-        return self.axes.to_zyx(voxels[selection])
+        return self.axes.slab(voxels, others)
 
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
         """Replace NaN and infinity in place, and count them."""

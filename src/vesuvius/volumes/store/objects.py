@@ -278,21 +278,19 @@ class RemoteStore:
         return answer
 
     def _get(self, key: str, byte_range: ByteRange | None) -> Answer:
-        wanted: Any = None
-        match byte_range:
-            case ByteRange(start, int(stop)):
-                wanted = (start, stop)
-            case ByteRange(start):
-                wanted = {"suffix": -start} if start < 0 else {"offset": start}
+        options: Any = {}
+        if byte_range is not None:
+            start, stop = byte_range.start, byte_range.stop
+            options = {"range": {"suffix": -start} if stop is None else (start, stop)}
         try:
-            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
+            found = obstore.get(self._store, key, options=options)
         except FileNotFoundError as error:
             if status_of(error) == 405:  # obstore reports it as absent
                 raise GenericError(str(error)) from None
             raise
-        data, (start, stop) = bytes(found.bytes()), found.range
-        if len(data) != stop - start:
-            raise ProtocolError(f"{len(data)} bytes instead of the {stop - start} in Content-Range")
+        data, (first, end) = bytes(found.bytes()), found.range
+        if len(data) != end - first:
+            raise ProtocolError(f"{len(data)} bytes instead of the {end - first} in Content-Range")
         return Answer(data, found.meta["size"], _stamp(found.meta), lasting=bool(found.meta["e_tag"]))
 
 
