@@ -27,8 +27,7 @@ READER_RING = 2  # block buffers: Ray has copied one before it asks for the next
 class StreamOptions:
     """Options of a stream; only `batch_size` changes the batches.
 
-    Raises:
-        ConfigError: a value is not an integer or too small.
+    Raises ConfigError: a value is not an integer or too small.
     """
 
     batch_size: int  # samples per batch of this rank

@@ -177,8 +177,7 @@ class PatchStream(Iterator[Batch]):
 
         Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
 
-        Raises:
-            ConfigError: not a state, the state of another plan, or the stream is closed; the stream is unchanged.
+        Raises ConfigError: not a state, the state of another plan, or the stream is closed; the stream is unchanged.
         """
         self._check_open()
         check_state(state, self._job)

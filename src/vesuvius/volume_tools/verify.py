@@ -141,8 +141,7 @@ def _read_tasks(
 
     If a process dies while decoding, unfinished tasks are read again chunk by chunk.
 
-    Raises:
-        DataError: the volume is no longer readable, or no process can be started.
+    Raises DataError: the volume is no longer readable, or no process can be started.
     """
     rounds = iter(lambda: list(islice(tasks, _TASKS_AHEAD * processes)), [])
     is_over = False

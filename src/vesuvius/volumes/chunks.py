@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
-from vesuvius.volumes.errors import ClosedError, FetchError
+from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.format.shards import Coords, Index, ShardForm
 from vesuvius.volumes.geometry import Axes
 from vesuvius.volumes.store.objects import ByteRange
@@ -135,8 +135,7 @@ class ChunkGrid:
 
         Chunks with a damaged index entry are left out; `fetch` reports them.
 
-        Raises:
-            OutageError, RefusedError: an index cannot be fetched.
+        Raises OutageError, RefusedError: an index cannot be fetched.
         """
         if self.shard_zyx is None:
             return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
@@ -331,18 +330,10 @@ class Staging:
         return staging.result() if staging is not None and staging.exception() is None else []
 
     def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
-        """As `Source.get`; waits for a staged request.
-
-        Raises ClosedError: another thread closed the source.
-        """
+        """As `Source.get`; waits for a staged request.  Raises CancelledError if another thread closes the source."""
         with self._lock:
             future, _ = self._staged.get((key, byte_range), (None, 0))
-        if future is None:
-            return self._grid.source.get(key, byte_range)
-        try:
-            return future.result()
-        except CancelledError:
-            raise ClosedError(f"{self._grid.source.shown} was closed; open it again") from None
+        return self._grid.source.get(key, byte_range) if future is None else future.result()
 
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box, except those that other boxes need; call it after the read."""

@@ -131,11 +131,9 @@ class MissingChunks:
 
 def _essential(metadata: bytes) -> Any:
     """Metadata without attributes, which may change at any time."""
-    try:
-        found = json.loads(metadata)
-    except ValueError:
-        return metadata
-    return {key: value for key, value in found.items() if key != "attributes"} if isinstance(found, dict) else found
+    with suppress(ValueError, AttributeError):  # not a JSON object
+        return {key: value for key, value in json.loads(metadata).items() if key != "attributes"}
+    return metadata
 
 
 # ---- other key encodings

@@ -101,8 +101,7 @@ def coarse_map(
     Streams the array once.  Cells are a quarter of a patch or one voxel of the array, whichever is larger, and grow
     until there are at most 64 million.
 
-    Raises:
-        DataError: the array cannot be aligned with the volume, or cannot be read.
+    Raises DataError: the array cannot be aligned with the volume, or cannot be read.
     """
     alignment = log_alignment(volume, coarse, what)
     merged = [int(max(p // (4 * f), 1)) for p, f in zip(patch_zyx, alignment.factors, strict=True)]

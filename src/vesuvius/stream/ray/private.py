@@ -11,7 +11,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -116,18 +116,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-@contextmanager
-def without_sigterm_handler() -> Iterator[None]:
+def without_sigterm_handler() -> AbstractContextManager[None]:
     """Keep `ray.init` from installing its SIGTERM handler."""
-    with _replaced(ray._private.utils, "set_sigterm_handler", lambda *_: None):
-        yield
+    return _replaced(ray._private.utils, "set_sigterm_handler", lambda *_: None)
 
 
-@contextmanager
-def daemon_messages(take: Callable[[Any], None]) -> Iterator[None]:
+def daemon_messages(take: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Send the output of Ray's daemons to `take` instead of the terminal."""
-    with _replaced(ray._private.worker, "print_to_stdstream", lambda data, *_, **__: take(data.get("lines"))):
-        yield
+    return _replaced(ray._private.worker, "print_to_stdstream", lambda data, *_, **__: take(data.get("lines")))
 
 
 def shut_down(on_handlers_restored: Callable[[], None]) -> None:

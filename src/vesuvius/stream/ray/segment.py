@@ -67,21 +67,12 @@ def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
     ]
 
 
-def _this_node() -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
 class Segment:
     """One Ray Data execution over a list of tasks.  Starts at once and fetches its first block on its own thread."""
 
-    def __init__(
-        self,
-        job: ReaderJob,
-        job_ref: Any,
-        tasks: list[Task],
-        options: StreamOptions,
-    ) -> None:
+    def __init__(self, job: ReaderJob, job_ref: Any, tasks: list[Task], options: StreamOptions) -> None:
         workers, local = options.workers, readers_are_local(options.cluster, job.world)
+        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # Number of blocks up to the end of each task; the first and the last task may be short.
         self._ends = list(itertools.accumulate(len(task) for task in tasks))
         self._blocks = 0
@@ -97,7 +88,7 @@ class Segment:
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
                 num_cpus=0 if local else 1,  # the rank has reserved the cores of its local readers
                 # DEFAULT prefers nodes without GPUs that have a free core.
-                scheduling_strategy=_this_node() if local else "DEFAULT",
+                scheduling_strategy=this_node if local else "DEFAULT",
             )
         # Prefetches one task to this machine.
         batches = dataset.iter_batches(

@@ -152,8 +152,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
 
     Does not change the process's signal handlers.
 
-    Raises:
-        ConfigError: Ray does not start, or the cluster does not answer.
+    Raises ConfigError: Ray does not start, or the cluster does not answer.
     """
     settings: dict[str, Any]
     if config.address is None:

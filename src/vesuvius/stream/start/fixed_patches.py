@@ -60,8 +60,7 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
     run's seed, batch, workers or regions.  Without a split they come from the regions that training reads.  An
     unreadable one is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
 
-    Raises:
-        DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
+    Raises DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
     """
     held_out = config.validation.fraction > 0
     plan, indices = _fixed_plan(data, config, held_out)
@@ -98,8 +97,7 @@ def read_training_patches(data: PreparedData, config: DataConfig, count: int) ->
 
     Skips unreadable ones, which the readers will report and quarantine.
 
-    Raises:
-        DataError: fewer than two can be read.
+    Raises DataError: fewer than two can be read.
     """
     plan, indices = _fixed_plan(data, config, held_out=False)
     samples = [plan.sample(index) for index in range(_TRIES * count)]

@@ -207,8 +207,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
 
     Reads metadata; with `data.min_foreground` also the source of the foreground map.
 
-    Raises:
-        DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
+    Raises DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
     """
     specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
     volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in specs)
@@ -265,8 +264,7 @@ def estimate_intensity_range(
     Excludes NaN and voxels equal to the fill value: these are masked air, whose share differs between volumes.  The
     range of bool is always 0 to 1.
 
-    Raises:
-        DataError: nothing but air, or a single intensity.
+    Raises DataError: nothing but air, or a single intensity.
     """
     if volume.dtype == np.bool_:
         return IntensityRange(0.0, 1.0)

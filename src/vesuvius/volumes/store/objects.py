@@ -153,8 +153,7 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
     Keys of s3, gs, az and hf are taken literally, without special characters.  A web address is sent as written: its
     query follows each object's name, its user and password become a header.
 
-    Raises:
-        DataError: the scheme is not supported, the address is malformed, or credentials cannot be used.
+    Raises DataError: the scheme is not supported, the address is malformed, or credentials cannot be used.
     """
     scheme, _, rest = address.partition("://")
     if scheme not in (*_WEB, *_BUCKETS):
