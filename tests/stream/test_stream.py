@@ -26,7 +26,6 @@ from vesuvius.stream.events import StreamEvent
 from vesuvius.stream.options import (
     StreamOptions,
     batches_ahead,
-    check_cluster,
     check_store,
 )
 from vesuvius.stream.ray import regions as ray_stream
@@ -377,11 +376,6 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
     check_store(job, StreamOptions(4, workers=1), ranks=2)
     with pytest.raises(ConfigError, match=r"object store of 1000000 ranks needs"):
         check_store(job, StreamOptions(4, workers=1), ranks=10**6)
-
-
-def test_an_unreachable_cluster_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"Cannot reach the Ray cluster at cluster.address=127.0.0.1:1:"):
-        check_cluster("127.0.0.1:1")
 
 
 def test_volumes_with_different_dtypes_are_refused(tmp_path: Path) -> None:
