@@ -124,7 +124,7 @@ def test_volumes_kept_in_memory_are_distinguished_from_other_shared_memory(tmp_p
         parent.tell(f"touch {64 * MIB}")
         before, resident = Watcher(os.getpid()).sample(), Resident(job)
         for visit in map(job.plan.visit, range(8)):
-            resident.keep(0, visit.region, [np.ones(shape_of(visit.region), np.uint8)])
+            resident.volumes[0].keep(visit.region, [np.ones(shape_of(visit.region), np.uint8)])
         after = Watcher(os.getpid()).sample()
         resident.close()
     assert before.kept_bytes == 0

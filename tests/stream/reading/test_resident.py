@@ -203,8 +203,8 @@ def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
         voxels = [np.zeros(1, np.uint8)]
         for cell in itertools.product(*(axis.cells(axis.phases[0]) for axis in volume.cells.axes)):
             ends = zip(cell, patch, strict=True)
-            resident.keep(0, box_along((lo, hi - 1 + size) for (lo, hi), size in ends), voxels)
-        assert resident._volumes[0]._is_present.all()
+            resident.volumes[0].keep(box_along((lo, hi - 1 + size) for (lo, hi), size in ends), voxels)
+        assert resident.volumes[0]._is_present.all()
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -232,7 +232,7 @@ def test_errors_outside_a_region_do_not_affect_it(tmp_path: Path, monkeypatch: p
     spec = VolumeConfig(path=str(tmp_path / "v.zarr"), condition=ArrayConfig(path=str(tmp_path / "l.zarr")))
     job = prepare_data(0, DataConfig(volumes=(spec,), condition_classes=2, **SMALL)).job
     resident = Resident(job)
-    visits = ((visit, resident.missing(visit)) for visit in map(job.plan.visit, itertools.count()))
+    visits = ((visit, resident.volumes[0].missing(visit.region)) for visit in map(job.plan.visit, itertools.count()))
     visit, read_for_it = next((v, missing) for v, missing in visits if missing and missing[1][0] > v.region[1][0])
     stop = read_for_it[1][0]
     labels: Any = zarr.open_array(str(tmp_path / "l.zarr"))

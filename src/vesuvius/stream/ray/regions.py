@@ -65,7 +65,6 @@ class RayRegions(Regions):
 
     @property
     def tasks_left(self) -> int:
-        """Number of tasks that readers have not finished."""
         return sum(segment.tasks_left for segment in tuple(self._segments))
 
     @property

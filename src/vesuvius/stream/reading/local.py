@@ -37,9 +37,9 @@ class Regions(Iterator[Region]):
     """Source of the regions of consecutive tasks.  One thread iterates; another calls the rest."""
 
     @property
-    @abstractmethod
     def tasks_left(self) -> int:
         """Number of tasks that reader processes have not finished."""
+        return 0
 
     @property
     @abstractmethod
@@ -96,8 +96,9 @@ class LocalRegions(Regions):
         """Return the region as views of the copy; None if it cannot be read (reading it as a block reports why)."""
         if self._reader.is_damaged(visit.volume, visit.region):
             return None
-        if (missing := resident.missing(visit)) is None:
-            return Region(visit, resident.views(visit))
+        copy = resident.volumes[visit.volume]
+        if (missing := copy.missing(visit.region)) is None:
+            return Region(visit, copy.views(visit.region))
         # Voxels outside the region are read for later ones; an error there must not affect this one.
         for box in dict.fromkeys((missing, intersection(missing, visit.region))):
             if self._reader.is_damaged(visit.volume, box):
@@ -109,8 +110,8 @@ class LocalRegions(Regions):
                 raise
             except DataError:
                 continue
-            resident.keep(visit.volume, box, voxels)
-            return Region(visit, resident.views(visit), self._reader.report())
+            copy.keep(box, voxels)
+            return Region(visit, copy.views(visit.region), self._reader.report())
         return None
 
     def __next__(self) -> Region:
@@ -119,10 +120,6 @@ class LocalRegions(Regions):
             raise StopIteration
         self._next = on_thread(next, self._regions, None, name="reader")
         return region
-
-    @property
-    def tasks_left(self) -> int:
-        return 0
 
     @property
     def outages(self) -> list[Outage]:

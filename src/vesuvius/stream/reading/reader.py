@@ -37,11 +37,10 @@ from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
 
 Block = NDArray[np.uint8]
-"""One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of
-the region, then those of its condition.  All blocks of a job have the same length: Ray would merge short ones."""
+"""One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (its visit and the reader's report,
+pickled), its voxels, then those of its condition.  All of a job have the same length, as Ray would merge short ones."""
 
 HEAD_BYTES = 2**16
-_ALIGNED = 64
 # Limit on compressed chunks fetched ahead of the region being decoded, in decoded bytes.
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
@@ -82,7 +81,7 @@ class ReaderJob:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
+        return HEAD_BYTES + sum(aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """Yield the tasks, in reading order, for this rank's samples first <= i < stop."""
@@ -98,18 +97,10 @@ class Region:
     report: BlockReport | None = None  # None if nothing was read
 
 
-@dataclass(frozen=True)
-class BlockHead:
-    """Head of a block: the visit whose region it holds, and the reader's report."""
-
-    visit: Visit
-    report: BlockReport
-
-
 def region_in(block: Block, job: ReaderJob) -> Region:
     """Return the region in a block, as views of it."""
-    head: BlockHead = pickle.loads(block[:HEAD_BYTES].data)
-    return Region(head.visit, voxels_in(block, job, shape_of(head.visit.region)), head.report)
+    visit, report = pickle.loads(block[:HEAD_BYTES].data)
+    return Region(visit, voxels_in(block, job, shape_of(visit.region)), report)
 
 
 def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
@@ -118,7 +109,7 @@ def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[A
     for dtype in job.dtypes:
         size = math.prod(shape_zyx) * dtype.itemsize
         views.append(block[offset : offset + size].view(dtype).reshape(shape_zyx))
-        offset += _aligned(job.plan.region_voxels_max * dtype.itemsize)
+        offset += aligned(job.plan.region_voxels_max * dtype.itemsize)
     return views
 
 
@@ -176,7 +167,9 @@ class Reader:
         for position, visit in enumerate(visits):
             self._stage(queue[position:])
             self._ring_index = (self._ring_index + 1) % len(self._ring)
-            self._write_head(self._fill(visit))
+            head = pickle.dumps((self._fill(visit), self.report()))
+            assert len(head) <= HEAD_BYTES, f"head of {len(head)} bytes exceeds {HEAD_BYTES}"
+            self._block[: len(head)] = np.frombuffer(head, np.uint8)
             yield self._block
         self._stage(queue[len(visits) :])
 
@@ -276,11 +269,6 @@ class Reader:
         if self._log is not None:
             self._log.chunk(volume.name, chunk)
 
-    def _write_head(self, visit: Visit) -> None:
-        head = pickle.dumps(BlockHead(visit, self.report()))
-        assert len(head) <= HEAD_BYTES, f"head of {len(head)} bytes exceeds {HEAD_BYTES}"
-        self._block[: len(head)] = np.frombuffer(head, np.uint8)
-
     def report(self) -> BlockReport:
         """Return the report since the last one."""
         self._blocks += 1
@@ -334,8 +322,9 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
     return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def aligned(size: int, to: int = 64) -> int:
+    """Round a number of bytes up."""
+    return -(-size // to) * to
 
 
 def _rss_anon_bytes() -> int | None:

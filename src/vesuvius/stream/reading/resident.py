@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.plan.plan import Plan, PlanVolume, Visit
-from vesuvius.stream.reading.reader import ReaderJob, Region
+from vesuvius.plan.plan import Plan, PlanVolume
+from vesuvius.stream.reading.reader import ReaderJob, Region, aligned
 from vesuvius.volumes.box import Box, box_along, grid_shape, shape_of, slices
 
 _BRICK = 32  # maximum edge length in voxels of a brick, the unit whose presence is tracked
@@ -31,6 +31,9 @@ class Resident:
         job: the job whose regions it holds.
         address: `address` of another process's copy on this machine; None creates a new one.
         sharers: number of ranks that fill it together.
+
+    Attributes:
+        volumes: the copy of each volume.
 
     Raises:
         OSError: not enough memory, or no copy at this address.
@@ -46,7 +49,7 @@ class Resident:
         except (OSError, ValueError):
             os.close(self._file)
             raise
-        self._volumes: list[_Copy] = []
+        self.volumes: list[ResidentVolume] = []
         self._taken, self._slots_per_pass = 0, job.plan.slots_per_pass
         # Ranks that read the same region do not share a pass.
         self._sharers = min(sharers, job.world / job.plan.reads_per_region(job.world)) if sharers > 1 else 1
@@ -55,8 +58,8 @@ class Resident:
             views = []
             for size in _layout(job, volume):
                 views.append(memoryview(memory)[start : start + size])
-                start += _padded(size)
-            self._volumes.append(_Copy(job, volume, views))
+                start += aligned(size, _ALIGNED)
+            self.volumes.append(ResidentVolume(job, volume, views))
 
     @property
     def address(self) -> str:
@@ -66,28 +69,16 @@ class Resident:
     @staticmethod
     def size_bytes(job: ReaderJob) -> int:
         """Bytes of the full copy.  Pure."""
-        return sum(_padded(size) for volume in job.plan.volumes for size in _layout(job, volume))
+        return sum(aligned(size, _ALIGNED) for volume in job.plan.volumes for size in _layout(job, volume))
 
     @property
     def first_pass_done(self) -> bool:
         """Whether the ranks of this machine have completed a pass over the volumes, so that little is missing."""
         return self._taken * self._sharers >= self._slots_per_pass
 
-    def missing(self, visit: Visit) -> Box | None:
-        """Return the box of the missing bricks of a region, which may extend a little beyond it; None if complete."""
-        return self._volumes[visit.volume].missing(visit.region)
-
-    def views(self, visit: Visit) -> list[NDArray[Any]]:
-        """Return views (Z, Y, X) of a complete region and its condition; do not keep them."""
-        return self._volumes[visit.volume].views(visit.region)
-
-    def keep(self, volume_index: int, box: Box, voxels: list[NDArray[Any]]) -> None:
-        """Copy in a box of a volume (Z, Y, X), and that of its condition."""
-        self._volumes[volume_index].keep(box, voxels)
-
     def take(self, region: Region) -> list[NDArray[Any]]:
         """Return views of a region, copying it in if it is not complete yet."""
-        copy, box = self._volumes[region.visit.volume], region.visit.region
+        copy, box = self.volumes[region.visit.volume], region.visit.region
         if copy.missing(box) is not None:
             copy.keep(box, region.voxels)
         self._taken += 1
@@ -95,14 +86,14 @@ class Resident:
 
     def close(self) -> None:
         """Free the memory; no views of it may be in use."""
-        self._volumes = []
+        self.volumes = []
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
         gc.collect()  # the traceback of an error may still hold views
 
 
-class _Copy:
+class ResidentVolume:
     """Copy of the training box of one volume.
 
     Bricks are no larger than a patch, so that the regions of all cells together contain every brick completely.
@@ -119,9 +110,11 @@ class _Copy:
         self._is_present = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape, self._brick))
 
     def views(self, region: Box) -> list[NDArray[Any]]:
+        """Return views (Z, Y, X) of a complete region and its condition; do not keep them."""
         return [array[slices(region, self._box[0])] for array in self._arrays]
 
     def missing(self, region: Box) -> Box | None:
+        """Return the box of the missing bricks of a region, which may extend a little beyond it; None if complete."""
         touched = self._touched(region)
         absent = np.argwhere(~self._is_present[touched])
         if not len(absent):
@@ -133,6 +126,7 @@ class _Copy:
         )
 
     def keep(self, box: Box, voxels: list[NDArray[Any]]) -> None:
+        """Copy in a box of the volume (Z, Y, X), and that of its condition."""
         for view, source in zip(self.views(box), voxels, strict=True):
             view[...] = source
         self._is_present[self._contained(box)] = True  # last, as other ranks read it
@@ -161,7 +155,3 @@ def _layout(job: ReaderJob, volume: PlanVolume) -> list[int]:
 def _brick(plan: Plan) -> Triple:
     z, y, x = (min(size, _BRICK) for size in plan.patch_zyx)
     return z, y, x
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

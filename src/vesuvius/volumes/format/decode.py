@@ -49,11 +49,13 @@ class ChunkDecoder:
             while codecs and (codec := _of_numcodecs(codecs[-1])) is not None:
                 own.append(codec)
                 del codecs[-1]
-            exact = _is_plain(codecs)
+            *filters, last = codecs
+            # Whether the remaining codecs only reorder axes and bytes.
+            exact = isinstance(last, BytesCodec) and all(isinstance(codec, TransposeCodec) for codec in filters)
             if exact:
-                for codec in codecs[:-1]:
+                for codec in filters:
                     axes = [axes[i] for i in codec.order]
-                endian = codecs[-1].to_dict().get("configuration", {}).get("endian", "=")
+                endian = last.to_dict().get("configuration", {}).get("endian", "=")
                 self._dtype = self._dtype.newbyteorder(endian)
             else:
                 self._foreign = _one_chunk(array, codecs)
@@ -75,12 +77,6 @@ class ChunkDecoder:
             return np.asarray(zarr.Array(zarr.AsyncArray(self._foreign, StorePath(store)))[...])
         voxels = ensure_ndarray_like(value).view(self._dtype).reshape(-1, order="A")
         return np.asarray(voxels.reshape(self._stored_shape).transpose(self._to_array))
-
-
-def _is_plain(codecs: Sequence[Any]) -> bool:
-    """Whether these codecs only reorder axes and bytes."""
-    *filters, last = codecs
-    return isinstance(last, BytesCodec) and all(isinstance(codec, TransposeCodec) for codec in filters)
 
 
 def _of_numcodecs(codec: Any) -> Any:
