@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -96,30 +95,24 @@ def format_box(box: Box) -> str:
     return ", ".join(f"{axis} {lo}:{hi}" for axis, lo, hi in zip("zyx", *box, strict=True))
 
 
-def indexed_box(index: Any, shape_zyx: Triple) -> tuple[list[tuple[int, int]], tuple[int | slice, ...]]:
-    """Split an index into start and stop along each axis, and the index to apply to the box that is read.
+def indexed_box(index: Any, shape_zyx: Triple) -> tuple[Box, tuple[int | slice, ...]]:
+    """Split an index into a box, which may be empty, and the index to apply to its voxels.
 
     Raises IndexError, and TypeError for anything but integers and slices with step 1.
     """
     given = index if isinstance(index, tuple) else (index,)
     if len(given) > 3:
         raise IndexError(f"{len(given)} indices for the three axes z, y, x of a volume")
-    ends: list[tuple[int, int]] = []
-    left: list[int | slice] = []
+    spans, left = list[range](), list[int | slice]()
     for each, size in zip((*given, *(slice(None),) * (3 - len(given))), shape_zyx, strict=True):
-        if isinstance(each, slice):
-            start, stop, step = each.indices(size)
-            if step != 1:
-                raise TypeError(f"{each} has a step other than 1, but volumes are read in boxes")
-            ends.append((start, max(start, stop)))
-            left.append(slice(None))
-            continue
         try:
-            at = operator.index(each)
+            chosen: int | range = range(size)[each]
+        except IndexError:
+            raise IndexError(f"index {each} is out of bounds for an axis of {size} voxels") from None
         except TypeError:
-            raise TypeError(f"{each!r} is neither an integer nor a slice") from None
-        if not -size <= at < size:
-            raise IndexError(f"index {at} is out of bounds for an axis of {size} voxels")
-        ends.append((at % size, at % size + 1))
-        left.append(0)
-    return ends, tuple(left)
+            raise TypeError(f"{each!r} is neither an integer nor a slice of integers") from None
+        spans.append(range(chosen, chosen + 1) if isinstance(chosen, int) else chosen)
+        left.append(0 if isinstance(chosen, int) else slice(None))
+        if spans[-1].step != 1:
+            raise TypeError(f"{each} has a step other than 1, but volumes are read in boxes")
+    return box_along((span.start, max(span.start, span.stop)) for span in spans), tuple(left)

@@ -27,7 +27,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.box import Box, box_along, indexed_box, intersection, shape_of, slices
+from vesuvius.volumes.box import Box, indexed_box, intersection, is_inside, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.decode import ChunkDecoder
@@ -178,9 +178,8 @@ class Volume:
 
         Raises as `read`, IndexError, and TypeError for any other index.
         """
-        ends, rest = indexed_box(index, self.shape_zyx)
-        box = box_along(ends)
-        voxels = self.read(box) if all(lo < hi for lo, hi in ends) else np.empty(shape_of(box), self.dtype)
+        box, rest = indexed_box(index, self.shape_zyx)
+        voxels = self.read(box) if is_inside(box, self.shape_zyx) else np.empty(shape_of(box), self.dtype)
         return voxels[rest]
 
     def close(self) -> None:
