@@ -59,12 +59,9 @@ def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
 
 
 def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Finding]]:
-    """Run all checks at once and yield their names and findings in order.
+    """Run all checks at once, within `within_s` together, and yield their names and findings in order.
 
     A check that hangs is left in its daemon thread and counts as a failure, or as a warning on an overloaded machine.
-
-    Args:
-        within_s: timeout for all checks together.
     """
     until = time.monotonic() + within_s
     begun = [(check, on_thread(_run, check, name=f"doctor: {check.name}")) for check in checks]

@@ -63,11 +63,9 @@ def check_versions() -> Finding:
 
 
 def check_cores(workers: int | None, ranks: int = 1) -> Finding:
-    """Compare the cores (affinity and quota) with the number of trainers and readers.
+    """Compare the cores (affinity and quota) with the trainers and readers of this machine.
 
-    Args:
-        workers: readers per rank; None = no config.
-        ranks: ranks on this machine.
+    `workers` are the readers of each rank; None = no config.
     """
     cores = usable_cores(os.getpid())
     value = f"{cores:g} of {os.cpu_count()} cores"
@@ -106,11 +104,9 @@ def check_shm(need_bytes: int) -> Finding:
 
 
 def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
-    """Check that the run directory can be written and locked, and has space for its checkpoints plus one.
+    """Check that the run directory can be written and locked, and has space for `kept` checkpoints plus one.
 
-    Args:
-        directory: need not exist; its nearest existing parent is tested.
-        checkpoint_bytes, kept: size and number of checkpoints.
+    It need not exist: its nearest existing parent is tested.
     """
     there = nearest_existing(directory)
     if not there.is_dir():

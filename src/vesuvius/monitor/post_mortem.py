@@ -309,13 +309,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
 def remedy_of(
     cause: Cause, victim: Victim, workers: int, last: MemorySample | None, ray_share: float | None = None
 ) -> str:
-    """Return what to do about a death.
-
-    Args:
-        workers: number of readers.
-        last: last sample before it.
-        ray_share: share of the machine's memory at which Ray kills; None = unknown.
-    """
+    """Return what to do about a death, after the sample `last`; `ray_share`: share of memory at which Ray kills."""
     less = "Start it with --resume and a smaller data.regions_in_flight or training.train_batch_size."
     if workers:  # never suggests 0: the trainer would use that memory instead
         keys, what = "training.prefetch_factor=1", "fewer prefetched batches"

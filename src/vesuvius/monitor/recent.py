@@ -51,11 +51,7 @@ class MemorySample:
 
 
 class RecentFile:
-    """Writes samples, after those of earlier sessions; survives a full disk, see `AppendFile`.  For one thread.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Writes samples, after those of earlier sessions; survives a full disk, see `AppendFile`.  For one thread."""
 
     def __init__(self, path: Path, kept: int = KEPT) -> None:
         self._path, self._kept = path, kept

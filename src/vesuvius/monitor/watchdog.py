@@ -75,8 +75,7 @@ class Watchdog:
     def expects(self, what: str, waiting_for: str | Callable[[], str]) -> None:
         """Note a sign of life; from now on the loop waits for `what`, e.g. "batch".  For the loop's thread.
 
-        Args:
-            waiting_for: the cause of the wait, for the log; a function is called in the watchdog's thread.
+        `waiting_for` is the cause, for the log; a function is called in the watchdog's thread.
         """
         self._expected = _Expected(what, waiting_for, self._now())
 

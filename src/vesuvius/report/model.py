@@ -43,13 +43,9 @@ _STOPPED = ("ended with exit code 75", "ended with exit code 130")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
-    """Write report.html of one or several runs, and return its folder.
+    """Write report.html of one or several runs to `out` or a new folder in the first run's `reports/`; return the folder.
 
-    Args:
-        out: the folder; None = a new one below the first run's `reports/`.
-
-    Raises:
-        StorageError: the folder cannot be written.
+    Raises StorageError: the folder cannot be written.
     """
     folder = out or new_folder(runs[0] / FOLDER)
     write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
@@ -154,11 +150,7 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
 
 
 def verdict_words(verdict: Record, has_gpu: bool) -> str:
-    """The bottleneck in one sentence, and what to try.
-
-    Args:
-        verdict: as `Verdict.record` writes it.
-    """
+    """The bottleneck of a verdict's record in one sentence, and what to try."""
     kind, cause, evidence, advice = (str(verdict.get(key) or "") for key in ("bound", "cause", "evidence", "advice"))
     if kind == "compute-bound" and not has_gpu and not advice.startswith("try"):
         return "Compute-bound on the CPU: no data-path setting will help."

@@ -208,11 +208,7 @@ _WIDTH, _WIDTH_OF_MANY = 640, 360
 
 
 def write_page(folder: Path, name: str, html: str) -> None:
-    """Write NAME.html atomically.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Write NAME.html atomically.  Raises StorageError: the folder cannot be written."""
     with storage_errors(f"the report {folder / name}.html", "free some space or choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{name}.html", html.encode())

@@ -39,11 +39,7 @@ class LivePage:
 
 
 def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
-    """Bind a server of the page on 127.0.0.1; port 0 = any free one.
-
-    Raises:
-        ConfigError: the port cannot be used.
-    """
+    """Bind a server of the page on 127.0.0.1; port 0 = any free one.  Raises ConfigError: the port cannot be used."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -31,10 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 def write_atomically(path: Path, data: bytes, check: Callable[[BinaryIO], None] = lambda file: None) -> None:
     """Write through a temporary file, so that readers see either the old or the new content.
 
-    Args:
-        check: called with the flushed file before it is renamed.
-
-    Raises OSError; the temporary file is removed then.
+    `check` is called with the flushed file before it is renamed.  Raises OSError; the temporary file is removed then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -62,13 +59,10 @@ class AppendFile:
 
     A line is handed to the system at once.  Lines that the disk does not take are kept in memory and retried with the
     next line, so that the file holds every line in order once there is space.  The log reports when lines begin to
-    wait, when they are written, and how many were lost.  Threads and signal handlers may write.
+    wait, when they are written, and how many were lost.  Threads and signal handlers may write.  A last line that was
+    torn by a crash is terminated.
 
-    Args:
-        path: the file; a last line torn by a crash is terminated.
-
-    Raises:
-        OSError: the file cannot be opened; nothing else raises it.
+    Raises OSError: the file cannot be opened; nothing else raises it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,9 +146,7 @@ def _is_torn(path: Path) -> bool:
 class AsyncWriter:
     """Runs calls in order on a thread of its own, so that a hung disk or server blocks nobody else.
 
-    Args:
-        name: name of the thread.
-        on_error: called if a call raises; the exception is available as `sys.exception()`.
+    `on_error` is called if a call raises; the exception is available as `sys.exception()`.
     """
 
     def __init__(self, name: str, on_error: Callable[[], None]) -> None:
@@ -201,12 +193,9 @@ class AsyncWriter:
 
 
 def take_lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file (flock) without waiting; returns whether it was free.
+    """Lock an open file (flock) without waiting, until it is closed or its holder dies; returns whether it was free.
 
-    The lock is held until the file is closed or its holder dies.
-
-    Raises:
-        StorageError: the file system does not support locks.
+    Raises StorageError: the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -61,8 +61,7 @@ def status_line(record: Record, bottleneck: str) -> str:
 def open_log(path: Path) -> None:
     """Also send this package's messages to a file, until `close_logs`.  A full disk is reported once, on the terminal.
 
-    Raises:
-        OSError: the file cannot be opened.
+    Raises OSError: the file cannot be opened.
     """
     _add(_LogFile(path))
 

@@ -19,11 +19,9 @@ _LAST_LINE_S = 1.0  # longest wait for a line that is being written
 
 
 class Progress:
-    """Logs progress every few seconds; short operations log nothing.  A context manager, or call `close`.
+    """Logs the progress of `what` ("reading the shards of v.zarr") every few seconds; short operations log nothing.
 
-    Args:
-        what: the operation, e.g. "reading the shards of v.zarr".
-        total: number of items, if known.
+    A context manager, or call `close`.
     """
 
     def __init__(self, what: str, total: int | None = None) -> None:

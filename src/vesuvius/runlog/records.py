@@ -28,11 +28,8 @@ _START = "run_start"
 class JsonLines:
     """An append-only file of records.  Thread-safe; survives a full disk, see `AppendFile`.
 
-    Args:
-        listeners: called with each record in the writing thread; they must not wait for a disk or a server.
-
-    Raises:
-        OSError: the file cannot be opened.
+    Listeners are called with each record in the writing thread; they must not wait for a disk or a server.
+    Raises OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
@@ -97,10 +94,7 @@ def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iter
 
     A session that begins at step n (`run_start`) repeats what earlier sessions did after step n.  Their records of
     those steps are dropped, and so are validations and previews unknown to its checkpoint.  Records without a step
-    are kept.
-
-    Args:
-        starts: all `run_start` records among them, see `run_starts`.
+    are kept.  `starts` are all `run_start` records among them, see `run_starts`.
     """
     # By number of starts so far: the last step of each kind that no later session repeats.
     bounds: list[dict[str, float]] = [{}]
@@ -187,9 +181,7 @@ def _typed(hint: Any, value: Any) -> Any:
 class Tail:
     """Follows a file of lines: first returns the last ones, then those appended since.
 
-    Args:
-        path: the file; it may not exist yet, and may be replaced.
-        first_bytes: how much of the end to read first; 256 KiB are some hundred records.
+    The file may not exist yet, and may be replaced.  Of its end, `first_bytes` are read first: some hundred records.
     """
 
     def __init__(self, path: Path, first_bytes: int = 2**18) -> None:

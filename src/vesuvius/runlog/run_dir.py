@@ -198,8 +198,7 @@ class RunDir:
     def refuse_other_path(self, mark: str, within_s: float = 90.0) -> None:
         """Raise ConfigError if this is not the same directory as on rank 0, whose lock text is `mark`.
 
-        Args:
-            within_s: time to wait for a network file system to show it.
+        Waits for a network file system to show it.
         """
         deadline = time.monotonic() + within_s
         while self.lock_owner() != mark:

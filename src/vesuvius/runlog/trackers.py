@@ -54,11 +54,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracker:
-    """Passes records to a board on a thread of its own.  A context manager, which waits up to 30 s at the end.
+    """Passes records to a board on a thread of its own, where `begin` creates it.
 
-    Args:
-        name: name of the board, for messages.
-        begin: creates the board, on that thread.
+    A context manager, which waits up to 30 s at the end.
     """
 
     def __init__(self, name: str, begin: Callable[[], Board]) -> None:

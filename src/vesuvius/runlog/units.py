@@ -97,12 +97,7 @@ def format_time(time_s: float) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Quantile with linear interpolation.
-
-    Args:
-        values: at least one, in any order.
-        share: 0 to 1.
-    """
+    """Quantile (`share` 0 to 1) of at least one value, with linear interpolation."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     low = math.floor(position)

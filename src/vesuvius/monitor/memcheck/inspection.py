@@ -173,8 +173,7 @@ class RunInspector:
     def inspect(self) -> Inspection:
         """Inspect the run's files and, if it runs on this machine, its processes.
 
-        Raises:
-            VesuviusError: a record has a value of the wrong type.
+        Raises VesuviusError: a record has a value of the wrong type.
         """
         try:
             return self._inspect()

@@ -69,8 +69,7 @@ class Guard:
     def judge(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
         """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
 
-        Args:
-            time_s: time of the sample, in seconds of any clock.
+        `time_s` is that of the sample, by any clock.
         """
         helped = [limit for limit in risk.ours if shrinking_helps(limit, self._policy)]
         if risk.level is Level.LOW:

@@ -57,22 +57,20 @@ class MemoryLimit:
         return self.used_bytes / self.limit_bytes
 
 
-def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | None = None) -> float | None:
+def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int) -> float | None:
     """Return the share of memory, 0 to 1, at which Ray's monitor kills; None if the environment switches it off.
 
     As in Ray 2.60 (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or, if
     RAY_min_memory_free_bytes is set, the higher of that and the total minus so many bytes;
-    RAY_memory_monitor_refresh_ms=0 switches it off.  Values that are not numbers are ignored.
-
-    Args:
-        total_bytes: total memory as Ray counts it (`ray_memory`); None ignores RAY_min_memory_free_bytes.
+    RAY_memory_monitor_refresh_ms=0 switches it off.  Values that are not numbers are ignored.  `total_bytes` is the
+    memory as Ray counts it (`ray_memory`).
     """
     if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
         return None
     share = _number(environ, "RAY_memory_usage_threshold", _RAY_SHARE)
     share = share if 0 < share <= 1 else _RAY_SHARE
     free_bytes = _number(environ, "RAY_min_memory_free_bytes", -1)
-    if total_bytes and 0 <= free_bytes < total_bytes:
+    if 0 <= free_bytes < total_bytes:
         share = max(share, 1 - free_bytes / total_bytes)
     return share
 

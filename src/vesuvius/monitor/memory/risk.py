@@ -173,10 +173,7 @@ class RiskWatch:
 
     The level follows from the largest share of a limit (`used_share`) or from the time that firm growth leaves,
     whichever is worse.  It rises at once and falls only after memory stayed slightly below the threshold for ten
-    seconds, so that a sawtooth does not make it flap.
-
-    Args:
-        warmup_s: time after the first sample in which growth is not judged; 0 for a run that has been running for long.
+    seconds, so that a sawtooth does not make it flap.  Growth is not judged in the first `warmup_s`.
     """
 
     def __init__(self, policy: MemoryPolicy, warmup_s: float = 30.0) -> None:

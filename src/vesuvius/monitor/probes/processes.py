@@ -61,9 +61,6 @@ class ProcessTree:
     A forked child shares its parent's pages until one of them writes or the child executes another program, usually
     within milliseconds.  A new process that is a copy of its parent is therefore left out of its first sample; after
     that, pages that both still share count twice.
-
-    Raises:
-        ProcessLookupError: from `sample`, once the root has ended (zombies included), also if its pid was reused.
     """
 
     def __init__(self, pid: int) -> None:
@@ -81,7 +78,10 @@ class ProcessTree:
         self._also = {pid: self._also.get(pid) for pid in pids}
 
     def sample(self) -> list[ProcessUse]:
-        """Return the root, then its living descendants."""
+        """Return the root, then its living descendants.
+
+        Raises ProcessLookupError: the root has ended (zombies included), also if its pid was reused.
+        """
         first, pids = not self._uses, set(psutil.pids())
         due = time.monotonic() - self._scanned_at >= _RESCAN_EVERY_S
         found = self._find_new((pids if due else pids - self._seen) | self._also.keys())

@@ -81,11 +81,7 @@ class SystemSample:
 
 
 class Watcher:
-    """Samples the root process of a run and its descendants; with `gpus`, GPUs, too.
-
-    Raises:
-        ProcessLookupError: from `sample`, once the root is gone.
-    """
+    """Samples the root process of a run and its descendants; with `gpus`, GPUs, too."""
 
     def __init__(self, pid: int, gpus: Gpus | None = None) -> None:
         self._pid, self._gpus = pid, gpus
@@ -96,7 +92,10 @@ class Watcher:
         self._tree.include(pids)
 
     def sample(self) -> SystemSample:
-        """Sample everything.  Takes milliseconds; PSS, which takes seconds for large processes, is not read."""
+        """Sample everything.  Takes milliseconds; PSS, which takes seconds for large processes, is not read.
+
+        Raises ProcessLookupError: the root has ended.
+        """
         return sample_system(self._pid, self._gpus, self._tree)
 
 

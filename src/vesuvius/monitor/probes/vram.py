@@ -49,11 +49,7 @@ def process_peaks(device: Any = None, cuda: Any = torch.cuda) -> tuple[int, int]
 
 
 class Vram:
-    """Reads the memory of one GPU, a `torch.device` or an index.  Thread-safe; does not synchronize.
-
-    Args:
-        cuda: the module `torch.cuda`, or a fake in tests.
-    """
+    """Reads the memory of one GPU, a `torch.device` or an index.  Thread-safe; does not synchronize."""
 
     def __init__(self, device: Any, cuda: Any = torch.cuda) -> None:
         self._on_gpu = getattr(device, "type", "cuda") == "cuda"
