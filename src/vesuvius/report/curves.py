@@ -7,7 +7,6 @@ spike of one step stays visible in a run of 100,000.  Matplotlib draws them as S
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ COLOURS = {
 
 _OTHERS = (2, 6, 4, 8, 9, 1, 3, 5)  # colours of all other curves, in order
 _MOST_LABELLED = 16  # characters of a label next to its curve
+_LABEL_GAP = 0.085  # between two labels, as a share of the axis
 # If the largest value exceeds the usual ones by more than `_SPIKE`, the axis is cut and spikes are marked.
 _SPIKE, _ROOM = 4.0, 1.5
 # Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe0109`.
@@ -171,20 +171,15 @@ def _svg(chart: Chart) -> Markup:
     return _inline(file.getvalue(), ", ".join(filter(None, (chart.title, chart.unit, f"over {chart.x_label}"))))
 
 
-def label_heights(chart: Chart, gap: float = 0.085) -> list[float]:
-    """Heights (0 to 1) of the curves' labels: at their last points, moved apart if they would overlap."""
-    bottom, top = y_range(chart)
-    if chart.log:
-        ends = [math.log(each.mid[-1] / bottom) / math.log(top / bottom) for each in chart.series]
-    else:
-        ends = [(each.mid[-1] - bottom) / (top - bottom) for each in chart.series]
-    heights, order = ends.copy(), sorted(range(len(ends)), key=ends.__getitem__)
+def label_heights(ends: Sequence[float]) -> list[float]:
+    """Heights (0 to 1) of the curves' labels: at their ends, moved apart if they would overlap."""
+    heights, order = [*ends], sorted(range(len(ends)), key=ends.__getitem__)
     for index, above in pairwise(order):
-        heights[above] = max(heights[above], heights[index] + gap)
+        heights[above] = max(heights[above], heights[index] + _LABEL_GAP)
     highest = 1.0
     for index in reversed(order):
         heights[index] = min(heights[index], highest)
-        highest = heights[index] - gap
+        highest = heights[index] - _LABEL_GAP
     return heights
 
 
@@ -208,7 +203,9 @@ def _dress(axes: Axes, chart: Chart) -> None:
 
 def _lines(axes: Axes, chart: Chart, top: float, labels: Sequence[str]) -> None:
     colours = [f"#fe01{colour:02x}" for colour in _colours(chart)]
-    for y, label, colour in zip(label_heights(chart), labels, colours, strict=False):
+    to_axes = axes.transScale + axes.transLimits
+    ends = [float(to_axes.transform((0, series.mid[-1]))[1]) for series in chart.series]
+    for y, label, colour in zip(label_heights(ends), labels, colours, strict=False):
         axes.text(1.01, y, label, color=colour, va="center", transform=axes.transAxes, parse_math=False)
     for colour, series in zip(colours, chart.series, strict=True):
         if (series.high > series.low).any():

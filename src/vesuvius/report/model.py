@@ -43,7 +43,7 @@ _STOPPED = ("ended with exit code 75", "ended with exit code 130")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
-    """Write report.html of one or several runs to `out` or a new folder in the first run's `reports/`; return the folder.
+    """Write report.html of one or several runs; return its folder: `out`, or a new one in `reports/` of the first run.
 
     Raises StorageError: the folder cannot be written.
     """

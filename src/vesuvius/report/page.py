@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from vesuvius.errors import storage_errors
 from vesuvius.report.curves import COLOURS, POINTS, Chart, draw, thinned
 from vesuvius.runlog.files import write_atomically
@@ -253,9 +255,9 @@ def _previews(reports: Sequence[RunReport]) -> list[Picture]:
     width = _WIDTH if len(reports) <= _MOST_PICTURES else _WIDTH_OF_MANY
     found = []
     for report in reports:
-        every, last = max((len(report.previews) - 1) / max(most - 1, 1), 1), len(report.previews) - 1
-        indices = {round(last - every * index) for index in range(min(most, last + 1))}
-        for step, name in (report.previews[index] for index in sorted(indices)):
+        count = len(report.previews)
+        shown = np.linspace(count - 1, 0, min(most, count)).round().astype(int)
+        for step, name in (report.previews[index] for index in reversed(shown)):
             found.append(Picture(f"{report.name}, step {step}", _small(Path(report.directory) / name, width)))
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,16 +101,16 @@ def used_share() -> float:
     return process_peaks()[0] / max(may_take, 1)
 
 
-def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
+def is_gpu_memory_error(error: BaseException) -> bool:
     """Whether an error of torch, cuBLAS or cuDNN means that the GPU ran out of memory.
 
     If no kernel's workspace fits, cuDNN reports that it has no kernel.  A kernel may also really be missing, so that
-    counts only if `share`, of the memory in use, was large.
+    counts only if most of the memory was in use.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not isinstance(error, RuntimeError):
         return False
     if any(text in str(error) for text in _NO_KERNEL):
-        return share() >= _NEARLY_FULL
+        return used_share() >= _NEARLY_FULL
     return any(name in str(error) for name in _OTHER_NAMES)
