@@ -79,12 +79,7 @@ class Alignment:
     ) -> NDArray[Any]:
         """Read the array on the grid of the volume: the array's dtype, the shape of the box.
 
-        Args:
-            read: reads voxels of the array, e.g. `Volume.read`.
-            out: as in `Volume.read`.
-
-        Raises:
-            UnreadableChunkError: with boxes in voxels of the volume.
+        `read` reads voxels of the array, as `Volume.read`.  Raises UnreadableChunkError, in voxels of the volume.
         """
         inner, plain = self.array_box(box), self.factors == ONES
         try:
@@ -128,13 +123,9 @@ class Alignment:
 
 
 def align(volume: Volume, array: Volume, what: str) -> Alignment:
-    """Align an array with a volume by their metadata, or else by their shapes.
+    """Align an array, called `what` in messages, with a volume by their metadata, or else by their shapes.
 
-    Args:
-        what: what the array is, for messages: "the condition".
-
-    Raises:
-        DataError: the alignment is unknown or contradictory, or the two do not overlap.
+    Raises DataError: the alignment is unknown or contradictory, or the two do not overlap.
     """
     if array is volume:
         return Alignment(volume.shape_zyx, array.shape_zyx)

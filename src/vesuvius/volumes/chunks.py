@@ -52,17 +52,7 @@ def key_form(array: zarr.Array[Any]) -> KeyForm:
 class ChunkGrid:
     """The chunks of one array and the location of their bytes.  Chunks and boxes are z, y, x; keys use stored order.
 
-    Args:
-        axes: which axes of the array are z, y, x.
-        source: the store of its objects.
-        form: key encoding; by default that of the metadata.
-
-    Attributes:
-        shape_zyx, chunk_zyx: voxels of the array and of a chunk.
-        shard_zyx: voxels of a shard; None without shards.
-        object_zyx: voxels of a stored object: a shard or a chunk.
-        counts_zyx, object_counts_zyx: number of chunks and of objects along each axis.
-        index_range: bytes of a shard that hold its index; None without shards.
+    The key encoding is that of the metadata unless `form` is given.  An object is a shard or, without shards, a chunk.
     """
 
     def __init__(self, array: zarr.Array[Any], axes: Axes, source: Source, form: KeyForm | None = None) -> None:
@@ -78,7 +68,7 @@ class ChunkGrid:
         self.counts_zyx = grid_shape(self.shape_zyx, self.chunk_zyx)
         self.object_counts_zyx = grid_shape(self.shape_zyx, self.object_zyx)
         self._shards = ShardForm(array) if array.shards else None
-        self.index_range = self._shards.index_range if self._shards else None
+        self.index_range = self._shards.index_range if self._shards else None  # bytes of a shard that hold its index
         # Along each fixed axis, the chunk and the object that contain the selected index.
         self._other_chunks, self._other_objects = (
             [i // c for i, c in zip(axes.select, axes.others_of(sizes), strict=True)] for sizes in (array.chunks, outer)
@@ -130,12 +120,10 @@ class ChunkGrid:
         return self._folder.count("/") < depth < len(parts) and bool(re.fullmatch("/".join(parts[:depth]), key))
 
     def requests(self, box: Box) -> list[Request]:
-        """The requests for the chunks of a box: shards that the box covers as whole objects, other chunks as objects or
-        byte ranges.  Reads the indices of shards and caches them.
+        """The requests for the chunks of a box: shards that it covers as a whole, other chunks as objects or ranges.
 
-        Chunks with a damaged index entry are left out; `fetch` reports them.
-
-        Raises OutageError, RefusedError: an index cannot be fetched.
+        Reads the indices of shards and caches them.  Chunks with a damaged index entry are left out; `fetch` reports
+        them.  Raises OutageError, RefusedError: an index cannot be fetched.
         """
         if self.shard_zyx is None:
             return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
@@ -159,17 +147,10 @@ class ChunkGrid:
         return {key for key, chunks in self._by_object(box).items() if len(chunks) == self._shards.chunks}
 
     def fetch(self, chunk: Triple, fetch: Fetch, whole: bool = False) -> bytes | None:
-        """The bytes of a chunk; None if it is absent.
+        """The bytes of a chunk, by `fetch` (e.g. `Source.get`) or cut out of the `whole` object; None if it is absent.
 
-        Args:
-            fetch: gets the bytes, e.g. `Source.get`.
-            whole: cut the chunk out of the whole object.
-
-        Raises:
-            ShardIndexError: as `shard_index`.
-            ValueError: the index entry is invalid.
-            FetchError: the byte range is outside the object, or the object is not a file.
-            OutageError, RefusedError: the store does not deliver the bytes.
+        Raises ShardIndexError, ValueError for an invalid index entry, FetchError if the range is outside the object or
+        the object is not a file, OutageError and RefusedError.
         """
         key = self.key_of(chunk)
         if self.shard_zyx is None:
@@ -206,10 +187,7 @@ class ChunkGrid:
             self._indices.clear()
 
     def absent(self, box: Box) -> list[Triple]:
-        """The chunks of a box that are not stored.  One request per chunk or shard.
-
-        Raises Exception: as `shard_index`.
-        """
+        """The chunks of a box that are not stored.  One request per chunk or shard.  Raises as `shard_index`."""
         shards = self._by_object(box)
         if self.shard_zyx is None:
             return [shards[key][0] for key in self.source.absent(list(shards))]
@@ -228,9 +206,7 @@ class ChunkGrid:
     def shard_index(self, key: str) -> Index | None:
         """The index of a shard, cached; None if the shard is absent.
 
-        Raises:
-            ShardIndexError: the index is damaged, or the shard is shorter than its index or not a file.
-            OutageError, RefusedError: the store does not deliver it.
+        Raises ShardIndexError if it is damaged, or the shard is shorter or not a file, OutageError and RefusedError.
         """
         assert self._shards is not None
         with self._lock:
@@ -259,10 +235,7 @@ class ChunkGrid:
                 reading.result()
 
     def _index_in(self, key: str, shard: bytes | None) -> Index | None:
-        """The index of a whole shard, which may be newer than the cached one; None if the shard is absent.
-
-        Raises ShardIndexError.
-        """
+        """The index of a whole shard, maybe newer than the cached one; None if absent.  Raises ShardIndexError."""
         assert self._shards is not None
         where = self._shards.index_range
         data = None if shard is None else shard[where.start : where.stop]

@@ -86,11 +86,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_outage(error: BaseException, remote: bool) -> bool:
-    """Whether an error of a read is transient.  Pure.
-
-    Args:
-        remote: whether the store has a URL; errors of files on disk are transient only if the mount was away.
-    """
+    """Whether an error of a read is transient; of files on disk only if the mount was away.  Pure."""
     status = status_of(error)
     if status is not None:
         return status in _OUTAGE_STATUSES
@@ -107,11 +103,7 @@ def is_protocol_error(error: BaseException) -> bool:
 
 
 def refusal(error: BaseException, key: str, address: str, remote: bool, signing: str = "") -> FetchError | RefusedError:
-    """The error for a read that failed permanently.
-
-    Args:
-        signing: how requests are signed, or why they are not.
-    """
+    """The error for a read that failed permanently; `signing` says how requests are signed, or why they are not."""
     what = f"{reason(error)} for {key} in {address}"
     if not remote:
         if isinstance(error, PermissionError):

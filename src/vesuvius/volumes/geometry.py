@@ -75,10 +75,7 @@ class Space:
     translation: tuple[float, ...] | None
 
     def geometry(self, zyx: Triple) -> Geometry | None:
-        """The geometry of three axes; None if the metadata have no scale.
-
-        Raises DataError: a scale is not above 0.
-        """
+        """The geometry of three axes; None if the metadata have no scale.  Raises DataError if one is not above 0."""
         if self.scale is None:
             return None
         shift = self.translation or (0.0,) * len(self.scale)
@@ -90,15 +87,10 @@ class Space:
 
 
 def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
-    """Apply the transformations of a level, then those of the whole pyramid.  Pure.
+    """Apply the transformations of a level, whose array has `ndim` axes, then those of the whole pyramid.  Pure.
 
-    Args:
-        entry, dataset: a `multiscales` entry, and its dataset for the level.
-        ndim: axes of the level's array.
-        name: name of the volume, for messages.
-
-    Raises:
-        DataError: there is a transformation of another type, or the metadata are malformed.
+    `entry` is a `multiscales` entry, `dataset` its dataset for the level.  Raises DataError: there is a transformation
+    of another type, or the metadata are malformed.
     """
     try:
         transforms = list(dataset.get("coordinateTransformations") or ())
@@ -209,20 +201,11 @@ class Axes:
 def find_axes(
     name: str, array: zarr.Array[Any], ome_names: Names | None, select: tuple[int, ...]
 ) -> tuple[Axes, Names]:
-    """Find z, y and x among the axes of an array, by name.
+    """Find z, y and x among the axes of an array, by name.  Returns them and all names.
 
-    Without such names they are the last three axes; a last axis of at most 4 after longer ones holds color channels and
-    is skipped.
-
-    Args:
-        name: name of the volume, for messages.
-        ome_names: from the group's metadata; None without them.
-
-    Returns:
-        The axes, and their names: None for an axis without a name.
-
-    Raises:
-        DataError: z, y and x do not occur once each, names contradict each other, or `select` does not fit.
+    Without such names, from the group's metadata or the array's, they are the last three axes; a last axis of at most 4
+    after longer ones holds color channels and is skipped.  Raises DataError: z, y and x do not occur once each, names
+    contradict each other, or `select` does not fit.
     """
     own_names = _own_names(array)
     names = ome_names or own_names

@@ -42,11 +42,7 @@ _NAMES = 100_000  # names in an array's folder on disk that are checked
 
 
 class MetadataCheck:
-    """Checks that a volume still exists and is unchanged, by its metadata.
-
-    Args:
-        key: the object that holds the metadata; `stored` is its content at the start.
-    """
+    """Checks that a volume still exists and is unchanged, by the object `key`, which held `stored` at the start."""
 
     def __init__(self, source: Source, key: str, stored: bytes) -> None:
         self._source, self._key, self._known = source, key, stored
@@ -76,20 +72,14 @@ class MetadataCheck:
 class MissingChunks:
     """Classifies absent chunks of a volume: air, gone, or stored under other keys.
 
-    Args:
-        name: name of the volume, for messages.
-        metadata: checked before a chunk counts as gone.
-        policy: `data.missing_chunk`.
-
-    Attributes:
-        listed: an array over the chunk grid that is not 0 for the chunks in a listing; if one of them is absent, it is
-            damaged, not air.  None without a listing.
+    `policy` is `data.missing_chunk`.  The metadata are checked before a chunk counts as gone.
     """
 
     def __init__(self, name: str, grid: ChunkGrid, metadata: MetadataCheck, policy: Literal["air", "error"]) -> None:
         self._name, self._grid, self._metadata, self._policy = name, grid, metadata, policy
         self._keys_checked = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # the OS allocates pages only for parts that are read
+        # Over the chunk grid, not 0 for the chunks in a listing: one of them that is absent is damaged, not air.
         self.listed: NDArray[Any] | None = None
 
     def mark_present(self, chunk: Triple) -> None:
@@ -99,9 +89,8 @@ class MissingChunks:
     def check_absent(self, chunk: Triple, box: Box) -> None:
         """Classify a chunk that was absent while a box was read; it is air if nothing is raised.
 
-        Raises:
-            UnreadableChunkError: the chunk is gone.
-            DataError: absent chunks are not allowed, the volume is gone, or the chunk has another key.
+        Raises UnreadableChunkError if it is gone; DataError if absent chunks are not allowed, the volume is gone, or
+        the chunk has another key.
         """
         if self._policy == "error":
             raise DataError(
@@ -140,15 +129,9 @@ def _essential(metadata: bytes) -> Any:
 
 
 def check_keys(name: str, grid: ChunkGrid) -> None:
-    """Check that the chunks of an array are stored under the key encoding of its metadata.
+    """Check on a page of a listing, or a few keys, that chunks are stored under the key encoding of the metadata.
 
-    Checks a page of a listing, or a few keys.
-
-    Args:
-        name: name of the volume, for messages.
-
-    Raises:
-        DataError: no chunk is stored under any encoding, or some are stored under another one.
+    Raises DataError: no chunk is stored under any encoding, or some are stored under another one.
     """
     grids = _grids(grid)
     try:

@@ -132,11 +132,8 @@ def coarse_map(
 def _spans(
     alignment: Alignment, axis: int, cell: int, step: int
 ) -> Iterator[tuple[tuple[int, int], slice, NDArray[np.float64]]]:
-    """Yield spans of `step` cells along an axis, over the extent of the array.
-
-    Yields:
-        The array's voxels (start and stop) in these cells, the cells, and [cells, voxels]: how many positions of a cell
-        map to a voxel.
+    """Yield spans of `step` cells along an axis, over the extent of the array: start and stop of the array's voxels in
+    these cells, the cells, and [cells, voxels]: how many positions of a cell map to a voxel.
     """
     first, stop = alignment.extent(axis)
     for begin in range(first // cell, -(-stop // cell), step):
@@ -240,11 +237,8 @@ def sidecar_signature(volume: Volume) -> str:
 def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
     """List the chunks in the store, and log progress.  Reads the index of every shard.
 
-    Args:
-        max_damaged: accepted number of shards with a damaged index; their chunks are unreadable and count as missing.
-
-    Raises:
-        DataError: the store cannot list, or more than `max_damaged` shards have a damaged index.
+    The chunks of up to `max_damaged` shards with a damaged index count as missing, because they are unreadable.  Raises
+    DataError: more are damaged, or the store cannot list.
     """
     grid, objects = volume.grid, list_objects(volume)
     if grid.shard_zyx is None:

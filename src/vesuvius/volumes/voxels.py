@@ -45,12 +45,9 @@ def check_finite(voxels: NDArray[Any]) -> None:
 
 
 def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: Box) -> None:
-    """Raise DataError if voxels belong to none of the classes, because the network would see them without a class.
+    """Raise DataError if labels belong to none of the classes, because the network would see them without a class.
 
-    Args:
-        voxels: of any stored dtype.
-        classes: the stored label of each class.
-        name: of the labels; `box` is the position of the voxels in the volume.
+    `classes` has the stored label of each class; `name` and `box` are those of the labels, in voxels of the volume.
     """
     in_order = tuple(classes) == tuple(range(len(classes)))
     if in_order and voxels.dtype.kind in "bui" and voxels.max() < len(classes) and voxels.min() >= 0:

@@ -106,10 +106,7 @@ def _one_chunk(array: zarr.Array[Any], codecs: Sequence[Any]) -> Any:
 def _check_frame(codec: Any, frame: Any, size: int, exact: bool) -> None:
     """Raise ValueError if a blosc frame is truncated, or its header gives a wrong decoded size.
 
-    The decoders of all other codecs stop at the end of their bytes and raise.
-
-    Args:
-        size, exact: decoded size in bytes, and whether it is exact or an estimate.
+    `size` is exact or an estimate.  The decoders of all other codecs stop at the end of their bytes and raise.
     """
     if codec.codec_id != "blosc":
         return

@@ -193,13 +193,9 @@ class Level:
 
 
 def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
-    """The level of a group that a config selects.
+    """The level of a group that a config selects.  Raises DataError: the group has no pyramid or no such level.
 
-    Args:
-        attributes: attributes of the group; OME-Zarr 0.5 nests its own under "ome", 0.4 does not.
-
-    Raises:
-        DataError: the group has no pyramid or no such level.
+    OME-Zarr 0.5 nests its attributes of the group under "ome", 0.4 does not.
     """
     attributes = attributes if isinstance(attributes, dict) else {}
     ome: Any = attributes["ome"] if isinstance(attributes.get("ome"), dict) else attributes

@@ -22,19 +22,13 @@ _ABSENT = 2**64 - 1
 
 
 class ShardForm:
-    """The shard format of an array.
-
-    Attributes:
-        counts: chunks of a shard along each axis, in stored order.
-        chunks: number of chunks in a shard.
-        index_bytes: length of the index.
-        index_range: the bytes of a shard that hold the index.
-    """
+    """The shard format of an array."""
 
     def __init__(self, array: zarr.Array[Any]) -> None:
         metadata: Any = array.metadata
         (codec,) = metadata.codecs  # `is_supported` has checked this
         assert array.shards is not None
+        # Chunks of a shard along each axis, in stored order.
         self.counts: Coords = tuple(s // c for s, c in zip(array.shards, array.chunks, strict=True))
         self.chunks = math.prod(self.counts)
         written = codec.to_dict()["configuration"]  # the types of the codec's attributes differ between zarr releases

@@ -42,14 +42,8 @@ def find_signing(address: str, anonymous: bool | None) -> Signing:
     """The first credentials in the default chain; without any, requests are not signed.
 
     Reads the environment, the files of each cloud's command-line tools and netrc; asks the machine's metadata service.
-
-    Args:
-        address: a URL.
-        anonymous: `data.store.anonymous`: True = do not sign; False = always sign s3, gs and az, if necessary with
-            later answers of the machine's metadata service.
-
-    Raises:
-        DataError: the selected profile does not exist, or credentials cannot be read.
+    `anonymous` is `data.store.anonymous`: if False, s3, gs and az are always signed, if necessary with later answers of
+    that service.  Raises DataError: the selected profile does not exist, or credentials cannot be read.
     """
     scheme = address.partition("://")[0]
     web = scheme in ("http", "https", "hf")

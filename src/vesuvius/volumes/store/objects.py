@@ -202,18 +202,13 @@ def _hub_url(path: str) -> str:
 
 
 class RemoteStore:
-    """One store with a URL.  Thread-safe; no method retries.
-
-    Attributes:
-        signing: how requests are signed.
-        can_list: whether the store can list its objects; plain web servers cannot.
-    """
+    """One store with a URL.  Thread-safe; no method retries."""
 
     def __init__(self, address: str, config: StoreConfig) -> None:
         self._store = open_store(address, config)
         self.signing = find_signing(address, config.anonymous).words
         scheme = address.partition("://")[0]
-        self.can_list = scheme not in _WEB
+        self.can_list = scheme not in _WEB  # plain web servers cannot
         self._name = shown_address(address)
         self._has_suffixes = False if scheme == "az" else None  # whether it supports suffix ranges; None = unknown
 

@@ -47,14 +47,8 @@ class Outage:
 class Retrier:
     """Runs the reads of one store, and retries transient errors.  Thread-safe.
 
-    Args:
-        address: address of the store, for messages.
-        patient: whether to retry for `outage_minutes` from the start; otherwise for a minute until the first answer.
-        is_retryable: whether an error is transient.
-        count: receives the number of requests and retries.
-
-    Attributes:
-        closed: when set, all pauses end and no read is retried.
+    A `patient` one retries for `outage_minutes` from the start, others for a minute until the first answer.  `count`
+    receives the number of requests and retries.  Once `closed` is set, all pauses end and no read is retried.
     """
 
     def __init__(
@@ -82,15 +76,10 @@ class Retrier:
             return min(self._failing.values(), key=lambda failing: failing.since, default=None)
 
     def run(self, key: str, read: Callable[[], T]) -> T:
-        """Call `read`, with retries.
+        """Call `read`, with retries; `key` is the object, for messages.
 
-        Args:
-            key: the object, for messages.
-
-        Raises:
-            OutageError: it has failed for as long as an outage may last.
-            ClosedError: another thread has set `closed`.
-            Exception: any other error of `read`.
+        Raises OutageError if it has failed for as long as an outage may last, ClosedError once `closed` is set, and any
+        other error of `read`.
         """
         pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
         began: float | None = None

@@ -41,17 +41,9 @@ class SourceFigures:
 
 
 class Source:
-    """Reads objects below one address.  Thread-safe.
+    """Reads objects below one address, a folder or URL.  Thread-safe.
 
-    Args:
-        address: folder or URL.
-        has_answered: whether the store has answered before; otherwise it is given up after a minute.
-
-    Attributes:
-        remote: whether the address is a URL.
-        can_list: whether the store can list its objects; plain web servers cannot.
-        shown: the address for messages.
-        forbidden: the store's answer to the last `probing` read that it forbade; None without one.
+    Unless the store has answered before (`has_answered`), it is given up after a minute.
     """
 
     def __init__(self, address: str, config: StoreConfig, has_answered: bool = False) -> None:
@@ -59,8 +51,8 @@ class Source:
         self.config = config
         self.remote = is_remote(address)
         self.figures = SourceFigures()
-        self.forbidden: str | None = None
-        self.shown = shown_address(address)
+        self.forbidden: str | None = None  # the answer to the last `probing` read that the store forbade
+        self.shown = shown_address(address)  # for messages
         self._root = Path(address).absolute()  # meaningful for folders only
         self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
         self.can_list, self._signing = self._store.can_list, self._store.signing
@@ -89,14 +81,11 @@ class Source:
 
         Args:
             cached: False for objects that may change while they are read.
-            probing: whether forbidden (403) counts as absent, as in the search for metadata: without permission to
-                list, S3 answers 403 for absent keys.
+            probing: forbidden (403) counts as absent, as S3 answers for absent keys without permission to list.
             version: the stamp that the object must have; by default that of the last part read.
 
-        Raises:
-            FetchError: the object is damaged.
-            ReplacedError: the object has changed since another part was read.
-            OutageError, RefusedError: the store has not answered for `data.store.outage_minutes`, or refuses.
+        Raises FetchError if the object is damaged, ReplacedError if it has changed since another part was read,
+        OutageError and RefusedError.
         """
         cache, name = self._cache if cached else None, self._entry(key, byte_range)
         version = version or self._versions.get(key)
