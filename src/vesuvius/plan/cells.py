@@ -122,14 +122,10 @@ def region_of(cell: Box, patch_zyx: Triple) -> Box:
 def lay_cells(
     train: Box, patch_zyx: Triple, chunk_zyx: Triple, region_voxels_max: int, cells_wanted: int, patches_max: int
 ) -> Cells:
-    """Choose the cells that decode the fewest voxels per patch; on a tie, the largest.
+    """Choose the cells in a box that decode the fewest voxels per patch; on a tie, the largest.
 
-    Regions hold at most `region_voxels_max` voxels, and the volume has at least `cells_wanted` cells; if that is
-    impossible, each start is a cell.
-
-    Args:
-        train: box of voxels that patches may cover.
-        patches_max: maximum number of patches per region.
+    Regions hold at most `region_voxels_max` voxels and give at most `patches_max` patches, and the volume has at least
+    `cells_wanted` cells; if that is impossible, each start is a cell.
     """
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
     longest = [region_voxels_max * patch // math.prod(patch_zyx) for patch in patch_zyx]

@@ -153,8 +153,7 @@ def qualifying_starts(
 ) -> QualifyingStarts | None:
     """Return the qualifying starts of a box; None if there are none, or so few that drawing finds none.
 
-    Args:
-        cell_zyx: largest cell of the plan; blocks are about as large.
+    Blocks are about as large as `cell_zyx`, the largest cell of the plan.
     """
     bright = -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
     edges = triple(2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved

@@ -40,13 +40,9 @@ def split_volume(
 ) -> Split:
     """Hold out the end of the axis that is longest in patches.
 
-    The slab is `fraction` of that axis, at least one patch; the gap before it is `gap` patches.
-
-    Args:
-        within: the box to split, e.g. that covered by the labels; None = the full volume.
-
-    Raises:
-        DataError: the box is smaller than a patch, or too small for patch + gap + validation.
+    The slab is `fraction` of that axis, at least one patch; the gap before it is `gap` patches.  `within` is the box to
+    split, e.g. that covered by the labels.  Raises DataError: it is smaller than a patch, or too small for patch + gap
+    + validation.
     """
     full = ((0, 0, 0), shape_zyx)
     box = within or full
@@ -114,14 +110,9 @@ def plan_volume(
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
     32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
-    has at least 32 cells if its starts allow it.  `data.region_size` overrides both.
-
-    Args:
-        voxel_bytes: bytes that a reader holds per voxel; more than the dtype's if a condition is read as well.
-        foreground: map on which `min_foreground`, the minimum share of foreground in a patch, is measured.
-
-    Raises:
-        DataError: a region is smaller than a patch, or no start holds enough foreground.
+    has at least 32 cells if its starts allow it.  `data.region_size` overrides both.  A reader holds `voxel_bytes` per
+    voxel, those of the dtype and of a condition.  `min_foreground` is measured on the map.  Raises DataError: a region
+    is smaller than a patch, or no start holds enough foreground.
     """
     patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
     if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):

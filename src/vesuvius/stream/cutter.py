@@ -51,15 +51,9 @@ Patch = tuple[Sample, list[NDArray[Any]]]
 class Cutter:
     """Turns the regions of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
 
-    Holds at most the plan's M regions in flight.
-
-    Args:
-        on_report: called with the reader's report of each region.
-        starved: measures the time spent waiting for regions.
-        resident: copy that keeps regions and that patches are cut from.
-
-    Attributes:
-        index: index of the next sample.
+    Holds at most the plan's M regions in flight.  `on_report` gets the reader's report of each region, `starved`
+    measures the time spent waiting for them.  With a `resident` copy, regions are kept in it and patches are views of
+    it.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class Cutter:
         self._indices = range(first + job.rank, stop, job.world)
         self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
         self._last_slot = -1
-        self.index = first + job.rank
+        self.index = first + job.rank  # of the next sample
 
     @property
     def is_resident(self) -> bool:

@@ -32,21 +32,12 @@ class StreamEvent:
 class EventRecorder:
     """Records and logs the events of a stream, and enforces their limits.
 
-    Args:
-        quarantined: records of damage found earlier.
-
-    Attributes:
-        events: the last 10,000.
-        quarantined: a record for each damaged box; `damaged` has the boxes.
-        reader_deaths: number of readers that died.
-
-    Raises:
-        ConfigError: a record does not belong to these volumes.
+    `quarantined` are records of damage found earlier.  Raises ConfigError: one does not belong to these volumes.
     """
 
     def __init__(self, job: ReaderJob, quarantined: Sequence[dict[str, Any]]) -> None:
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
-        self.quarantined: list[dict[str, Any]] = []
+        self.quarantined: list[dict[str, Any]] = []  # a record for each damaged box; `damaged` has the boxes
         self.reader_deaths = 0
         self._data = job.data
         self.set_quarantined(quarantined)

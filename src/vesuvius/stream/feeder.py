@@ -121,16 +121,12 @@ _REFERENCES = next(sys.getrefcount(array) for array in [np.empty(0)])
 
 
 class Feeder:
-    """Copies patches into batches ahead of the consumer.
+    """Copies the patches of a cutter, which is iterated on its own thread, into batches ahead of the consumer.
 
-    Args:
-        layout: shape and dtype of a batch's arrays; the last batch may be shorter.
-        cutter: iterated on the feeder's thread.
-        ahead: number of batches assembled ahead; fewer if the rings are shorter.
-        rings: buffers for patches and for conditions; an empty ring is replaced by reusable arrays.
-        delivered: number of batches delivered in these rings so far: the next one goes into the buffer after theirs.
-        held: the last batches of the previous feeder, still in their buffers.
-        interrupted: polled several times a second during a wait: whether to stop waiting.
+    `layout` has shape and dtype of a batch's arrays, `rings` their buffers; an empty ring is replaced by reusable
+    arrays.  `ahead` batches are assembled ahead, fewer if the rings are shorter.  `delivered` batches went into these
+    rings so far; the last of them, from the previous feeder, are `held`.  During a wait `interrupted` is polled several
+    times a second.
     """
 
     def __init__(

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 class Sources:
     """Opens the sources of a stream, one at a time, and keeps Ray running from one to the next.
 
-    Args:
-        marker: marks that this process reads; None without readers.
-        on_spill, on_death: as in `RayRegions`.
-
-    Attributes:
-        closed: set when the stream is closed, so that Ray is stopped even if it is still starting.
+    The `marker` says that this process reads; None without readers.  `on_spill` and `on_death` are as in `RayRegions`.
     """
 
     def __init__(
@@ -39,7 +34,7 @@ class Sources:
         self._marker, self._on_spill, self._on_death = marker, on_spill, on_death
         self._session: Session | None = None
         self._starting = threading.Lock()
-        self.closed = False
+        self.closed = False  # set when the stream is closed, so that Ray is stopped even if it is still starting
         self._report_replaced: Callable[[str, int, str], None] | None = None
 
     def open(self, job: ReaderJob, options: StreamOptions, tasks: Iterable[Task], resident: Resident | None) -> Regions:

@@ -77,14 +77,10 @@ def copy_box(
 ) -> CopyFigures:
     """Copy a box, or resume a copy; a finished copy is left unchanged.
 
-    Args:
-        on_progress: called after each chunk, from this thread.
-
-    Raises:
-        ConfigError: the box is not inside the level, or `out` or its partial copy is something else.
-        DataError: the source cannot be opened, chunks are unreadable (all others are copied then), or the store did
-            not answer for `outage_minutes`.
-        StorageError: the disk fails or is full; finished chunks are kept.
+    Calls `on_progress` after each chunk, from this thread.  Raises ConfigError: the box is not inside the level, or
+    `out` or its partial copy is something else; DataError: the source cannot be opened, chunks are unreadable (all
+    others are copied then), or the store did not answer for `outage_minutes`; StorageError: the disk fails or is full.
+    Finished chunks are kept.
     """
     started = time.monotonic()
     volume = open_volume(request.source, store, nan="keep")

@@ -52,18 +52,11 @@ class ImportRequest:
 def import_volume(
     request: ImportRequest, on_progress: Callable[[CopyFigures, str], None] = lambda figures, doing: None
 ) -> tuple[Stored, CopyFigures]:
-    """Import a scan, or resume an import; a finished import is left unchanged.
+    """Import a scan, or resume an import; a finished import is left unchanged.  Returns the scan and a report.
 
-    Args:
-        on_progress: called after each chunk, and with a text while a layer is decoded, from this thread.
-
-    Returns:
-        The scan, and the report of the import.
-
-    Raises:
-        ConfigError: the arguments are wrong, or something else is at `out`.
-        DataError: the source cannot be read; finished chunks are kept.
-        StorageError: the disk fails, is full, or returns other bytes than were written; finished chunks are kept.
+    Calls `on_progress` after each chunk, and with a text while a layer is decoded, from this thread.  Raises
+    ConfigError: the arguments are wrong, or something else is at `out`; DataError: the source cannot be read;
+    StorageError: the disk fails, is full, or returns other bytes than were written.  Finished chunks are kept.
     """
     started = time.monotonic()
     check_name(request.out)

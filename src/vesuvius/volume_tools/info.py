@@ -110,15 +110,10 @@ def describe_volume(
     num_boxes: int = 16,
     box_zyx: Triple = BOX_ZYX,
 ) -> VolumeFacts:
-    """Describe a volume.  Reads.
+    """Describe a volume, and the level `spec` in detail.  Reads.  Raises DataError: the level cannot be opened.
 
-    Args:
-        spec: the level to describe in detail.
-        listing: count chunks with a listing even if there is a sidecar or listing takes long.
-        num_boxes: boxes whose grey values are sampled; 0 = none.
-
-    Raises:
-        DataError: the level cannot be opened.
+    With `listing`, chunks are counted by a listing even if there is a sidecar or listing takes long.  Grey values are
+    sampled in `num_boxes` boxes; 0 = none.
     """
     with closing(open_volume(spec, store)) as volume:
         levels, broken = dict[int, LevelFacts](), dict[str, str]()
@@ -149,15 +144,10 @@ def describe_volume(
 
 
 def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> tuple[Path, Occupancy]:
-    """List the chunks of a level and write the sidecar.  Returns its path and the number of chunks.
+    """List the chunks of a level and write the sidecar, by default next to the level, which must then be on disk.
 
-    Args:
-        out: path of the sidecar; None = next to the level, which must then be on disk.
-
-    Raises:
-        ConfigError: `out` is required for this volume.
-        DataError: the volume cannot be opened or listed.
-        StorageError: the file cannot be written.
+    Returns its path and the number of chunks.  Raises ConfigError: `out` is required for this volume; DataError: the
+    volume cannot be opened or listed; StorageError.
     """
     with closing(open_volume(spec, store)) as volume:
         path = out or _default_sidecar(volume)
@@ -245,14 +235,10 @@ def _default_sidecar(volume: Volume) -> Path:
 
 
 def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
-    """Read boxes of about `box_zyx` and compute statistics of their voxels.
+    """Read `num_boxes` boxes of about `box_zyx` and compute statistics of their voxels.
 
-    Args:
-        stored: which chunks (or shards) are stored; None = unknown: random chunks are checked.
-        num_boxes: boxes to read.
-
-    Raises:
-        DataError: the store does not tell whether a chunk exists.
+    `stored` says which chunks (or shards) are stored; None = unknown: random chunks are checked.  Raises DataError: the
+    store does not tell whether a chunk exists.
     """
     chunks, tried = _sample_chunks(volume, stored, num_boxes)
     rng = np.random.default_rng((0, 1))

@@ -88,12 +88,10 @@ class PartialCopy:
         on_chunk: Callable[[int], None] = lambda size: None,
         ahead: Callable[[Sequence[Box], int], None] = lambda boxes, number: None,
     ) -> None:
-        """Write the missing chunks of a level while the next ones are read.
+        """Write the missing chunks of a level while the next ones are read; calls its arguments on this thread.
 
-        Args:
-            read: returns the voxels of a box, called on this thread; None skips the chunk.
-            on_chunk: called with the stored bytes of each finished chunk (0 = air), on this thread.
-            ahead: called before each read with all boxes and the position of the next one.
+        `read` returns the voxels of a box, None to skip the chunk.  `on_chunk` is called with the stored bytes of each
+        finished chunk (0 = air), `ahead` before each read with all boxes and the position of the next one.
         """
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
@@ -218,17 +216,10 @@ def open_partial(
     fill_value: float,
     kind: str = COPY,
 ) -> Iterator[PartialCopy]:
-    """Start or resume a volume; its folder is locked until the context ends.
+    """Start or resume the volume `out`; its folder is locked until the context ends.
 
-    Args:
-        out: path of the finished volume.
-        record: the arguments, as plain JSON.
-        dtype, fill_value: dtype and fill value of all levels.
-        kind: "copy", "import", "drawing" or "phantom".
-
-    Raises:
-        ConfigError: another process is writing it, or it was started with other arguments.
-        StorageError: the disk fails.
+    `record` has the arguments as plain JSON; `kind` is "copy", "import", "drawing" or "phantom".  Raises ConfigError:
+    another process is writing it, or it was started with other arguments; StorageError.
     """
     path = partial_path(out)
     recorded = path / f"{kind}.json"

@@ -285,19 +285,13 @@ def write_phantom(
 ) -> dict[str, Any]:
     """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or resume.
 
-    Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape.  Each level is made from the
-    stored one before: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
+    Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape of at least
+    `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: grey values by the rounded mean of 2x2x2 voxels,
+    labels by their majority (a tie is papyrus).  Calls `on_progress` after each chunk of any level with the unit, the
+    number done and the total.
 
-    Args:
-        shape_zyx: at least `MIN_SIZE_VOXELS` along each axis.
-        on_progress: called after each chunk of any level with the unit, the number done and the total.
-
-    Returns:
-        The paths of both groups, their shape and levels, the bytes that this process stored, and the seconds it took.
-
-    Raises:
-        ConfigError: the name or the chunk is wrong, or something else is at `path`.
-        StorageError: the disk fails.
+    Returns the paths of both groups, their shape and levels, the bytes that this process stored, and the seconds it
+    took.  Raises ConfigError: the name or the chunk is wrong, or something else is at `path`; StorageError.
     """
     started = time.monotonic()
     check_name(path)

@@ -64,12 +64,7 @@ def multiscale(
     units_zyx: Sequence[str | None],
     translation_zyx: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of a pyramid with the levels 0, 1, ..., all starting at the same corner.
-
-    Args:
-        scale_zyx: scale of the finest level.
-        translation_zyx: translation of all levels; None = omitted.
-    """
+    """OME-Zarr 0.4 metadata of the levels 0, 1, ..., given the scale of the finest and any translation."""
     axes = [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
         for axis, unit in zip("zyx", units_zyx, strict=True)
@@ -89,13 +84,9 @@ def multiscale(
 
 
 def halve(voxels: NDArray[Any]) -> NDArray[Any]:
-    """Downsample by the mean of 2x2x2 voxels (fewer at an odd end); integers are rounded half up.
+    """Downsample (Z, Y, X) by the mean of 2x2x2 voxels (fewer at an odd end); integers are rounded half up.
 
-    Args:
-        voxels: (Z, Y, X) of any stored dtype.
-
-    Returns:
-        The same dtype, each axis half as long, rounded up.  For bool, or labels 0 and 1, this is the majority.
+    Returns the same dtype, each axis half as long, rounded up.  For bool, or labels 0 and 1, this is the majority.
     """
     per_axis = [np.minimum(2, size - np.arange(0, size, 2)) for size in voxels.shape]
     z, y, x = np.ix_(*per_axis)
@@ -110,11 +101,7 @@ def halve(voxels: NDArray[Any]) -> NDArray[Any]:
 
 
 def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
-    """Downsample by the most frequent label of 2x2x2 voxels (fewer at an odd end); ties go to the largest label.
-
-    Args:
-        labels: (Z, Y, X) of any stored dtype.
-    """
+    """Downsample (Z, Y, X) by the most frequent label of 2x2x2 voxels (fewer at an odd end); the largest wins a tie."""
     classes = np.unique(labels)[::-1]
     votes = [_pair_sums((labels == each).astype(np.uint8)) for each in classes]
     most: NDArray[Any] = classes[np.argmax(votes, axis=0)]

@@ -17,9 +17,7 @@ _READ_BYTES = 2**22
 class ShardFile:
     """A shard: chunks in the order of arrival, each with a CRC-32C, then their index.
 
-    Args:
-        path: path of the finished shard; until then, a temporary file next to it is written.
-        chunks: capacity of the shard.
+    Until it is finished, a temporary file next to `path` is written.
     """
 
     def __init__(self, path: Path, chunks: int) -> None:

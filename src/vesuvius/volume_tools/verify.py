@@ -86,18 +86,12 @@ def verify_volume(
     processes: int = 1,
     on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
 ) -> VerifyFigures:
-    """Read every stored chunk once, or resume an interrupted verification.
+    """Read every stored chunk once, in several processes, or resume an interrupted verification.
 
     Absent chunks are broken if the sidecar lists them.  Without a sidecar or a listing, as on a web server, every chunk
-    is requested, and absent ones are air.
-
-    Args:
-        processes: number of processes that read and decode.
-        on_progress: called after each task, from this thread.
-
-    Raises:
-        DataError: the volume cannot be opened or listed, or its store did not answer for `outage_minutes`.
-        StorageError: the progress file cannot be written.
+    is requested, and absent ones are air.  Calls `on_progress` after each task, from this thread.  Raises DataError:
+    the volume cannot be opened or listed, or its store did not answer for `outage_minutes`; StorageError: the progress
+    file cannot be written.
     """
     started = time.monotonic()
     with closing(open_volume(spec, store)) as volume:

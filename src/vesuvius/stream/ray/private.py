@@ -130,10 +130,8 @@ def shut_down(on_handlers_restored: Callable[[], None]) -> None:
     """Run `ray.shutdown`, killing the daemons first.
 
     That sends SIGTERM to each daemon and kills it after a second.  Ours block SIGTERM, so killing them at once saves
-    five seconds; their children are killed too, as they would only notice up to a minute later.
-
-    Args:
-        on_handlers_restored: called after Ray's C++ core has restored the signal handlers that it had replaced.
+    five seconds; their children are killed too, as they would only notice up to a minute later.  The callback comes
+    after Ray's C++ core has restored the signal handlers that it had replaced.
     """
     disconnect, processes = ray._private.state.state.disconnect, _processes()
 

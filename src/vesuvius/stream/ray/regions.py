@@ -30,13 +30,10 @@ _END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
 
 
 class RayRegions(Regions):
-    """The regions of tasks, in order, read by `options.workers` Ray actors.
+    """The regions of tasks, in order, read by `options.workers` Ray actors: views into the object store, not to keep.
 
-    They are read-only views into the object store; do not keep them.
-
-    Args:
-        on_spill: called on another thread, with a log line and its data, after Ray spilled objects to disk.
-        on_death: the same for each reader that died; an error that it returns ends the stream.
+    `on_spill` is called on another thread, with a log line and its data, after Ray spilled objects to disk; `on_death`
+    likewise for each reader that died: an error that it returns ends the stream.
     """
 
     def __init__(

@@ -52,11 +52,8 @@ class Session:
     """One stream's use of Ray: a private Ray that the first use starts and the last one ends, a cluster, or the Ray
     that this process is already connected to.
 
-    Args:
-        store_bytes: size of a private Ray's object store.
-
-    Raises:
-        ConfigError: Ray does not start, the cluster does not answer, or an earlier Ray of this process did not end.
+    `store_bytes` is the size of a private Ray's object store.  Raises ConfigError: Ray does not start, the cluster does
+    not answer, or an earlier Ray of this process did not end.
     """
 
     _uses: ClassVar[int] = 0

@@ -26,15 +26,9 @@ Callback = Callable[[str, dict[str, Any]], Any]
 
 
 class ReaderWatch:
-    """Checks the readers' logs and Ray's spills twice a second on its own thread.
+    """Checks the readers' logs in a folder and Ray's spills twice a second on its own thread.
 
-    Args:
-        log_dir: folder of the reading logs.
-        on_death: called for each reader that died, on any thread.
-        on_spill: called on the watch's thread after Ray spilled objects to disk.
-
-    Attributes:
-        outages: storage outages that readers on this machine are waiting for.
+    `on_death` is called for each reader that died, on any thread; `on_spill` after Ray spilled objects to disk.
     """
 
     def __init__(self, log_dir: Path, on_death: Callback, on_spill: Callback) -> None:
@@ -43,7 +37,7 @@ class ReaderWatch:
         self._lock = threading.Lock()
         self._spilled_bytes: int | None = None
         self._logged: dict[str, float] = {}  # time of the last log line per outage
-        self.outages: list[Outage] = []
+        self.outages: list[Outage] = []  # that readers on this machine wait for
         self._stop = threading.Event()
         # Daemon: Ray waits forever for a cluster whose head is gone.
         self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
@@ -109,12 +103,7 @@ class ReaderWatch:
 def describe_death(
     pid: int, node: str, exit_record: dict[str, Any], reading: ReadingLog | None
 ) -> tuple[str, dict[str, Any]]:
-    """Describe a death in one line, and as data for a post-mortem.  Pure.
-
-    Args:
-        exit_record: Ray's account, from `exit_of`.
-        reading: its reading log on this machine.
-    """
+    """Describe a death in one line, and as data for a post-mortem, from `exit_of` and a reading log.  Pure."""
     fields = {"pid": pid, "node": node, "exit_type": None, "exit_detail": "", "exit_time": None} | exit_record
     crash, volume, chunk = (reading.crash, reading.volume, reading.chunk) if reading else (None, None, None)
     cause = f"{fields['exit_type']}: {fields['exit_detail']}".rstrip(".") if exit_record else "Ray reports no cause"

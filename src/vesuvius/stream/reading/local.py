@@ -56,13 +56,10 @@ class Regions(Iterator[Region]):
 
 
 class LocalRegions(Regions):
-    """Regions read in this process, one ahead of the cutter.
+    """Regions read in this process, one ahead of the cutter, within the context `marker`.
 
-    Reading and decoding run on their own threads: codecs and copies release the GIL.
-
-    Args:
-        resident: copy that the missing part of a region is read into; the region is then delivered as views of it.
-        marker: context that lasts as long as this process reads.
+    Reading and decoding run on their own threads: codecs and copies release the GIL.  With a `resident` copy the
+    missing part of a region is read into it, and the region is delivered as views of it.
     """
 
     def __init__(
@@ -137,12 +134,8 @@ class LocalRegions(Regions):
 class LocalThenRay(Regions):
     """Reads the first regions in flight in this process while Ray starts; Ray readers deliver the rest.
 
-    Args:
-        marker: as in `LocalRegions`; if an earlier trainer was interrupted, readers read everything.
-        start: starts Ray and the readers of these tasks; called on its own thread, if there are such tasks.
-
-    Raises:
-        ConfigError: from `next`, if Ray does not start.
+    If an earlier trainer was interrupted (`marker`), readers read everything.  `start` starts Ray and the readers of
+    the other tasks, if there are any, on its own thread; `next` raises its ConfigError.
     """
 
     def __init__(

@@ -116,10 +116,8 @@ def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[A
 class Reader:
     """Opens the volumes once, then turns tasks into blocks.
 
-    Args:
-        ring: number of buffers, reused in turn: decoding into fresh memory takes twice as long.
-        actor: id of the Ray actor; '' without Ray.
-        threads: number of decoding threads; 1 decodes on the reading thread.
+    The `ring` buffers are reused in turn: decoding into fresh memory takes twice as long.  `actor` is the id of the Ray
+    actor, '' without Ray.  With one thread, the reading thread decodes.
     """
 
     def __init__(self, job: ReaderJob, ring: int, actor: str = "", threads: int = 1) -> None:
@@ -146,14 +144,9 @@ class Reader:
     def blocks(self, task: Task, ahead: Task = ()) -> Iterator[Block]:
         """Yield the regions of a task's slots, once each; valid for one round of the ring.
 
-        The blocks depend only on the task, so a retry after a reader's death yields the same ones.
-
-        Args:
-            ahead: the task that this reader will probably get next; its first chunks are fetched from remote stores
-                while this one is decoded.
-
-        Raises:
-            DataError: a chunk is missing that must exist, or no region can replace an unreadable one.
+        The blocks depend only on the task, so a retry after a reader's death yields the same ones.  While they are
+        decoded, the first chunks of `ahead`, the task that this reader will probably get next, are fetched from remote
+        stores.  Raises DataError: a chunk is missing that must exist, or no region can replace an unreadable one.
         """
         plan = self._job.plan
         if self._log_dir is not None:  # other readers may have crashed meanwhile
@@ -244,9 +237,7 @@ class Reader:
     def read(self, volume_index: int, box: Box, out: list[NDArray[Any]]) -> None:
         """Read a box of a volume, and of its condition if it has one, into arrays of its shape (Z, Y, X).
 
-        Raises:
-            UnreadableChunkError: a chunk of it is damaged.
-            DataError: a chunk is missing that must exist.
+        Raises UnreadableChunkError: a chunk is damaged; DataError: one is missing that must exist.
         """
         started = time.perf_counter()
         try:

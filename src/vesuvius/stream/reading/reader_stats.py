@@ -72,9 +72,8 @@ class Readers:
     def add(self, report: BlockReport, workers: int) -> tuple[int, str] | None:
         """Add a report.  Returns pid and node of a process that died, if another one of the same actor has reported.
 
-        Args:
-            workers: number of actors; beyond it, those that have not reported for longest have ended.  0 = this process
-                reads; if it only reads until the actors do, it is not counted as a reader.
+        Beyond the number of `workers`, actors that have not reported for longest have ended.  This process counts as a
+        reader only if there are none.
         """
         self.totals = self.totals.plus(report.done)
         if workers and not report.actor:

@@ -52,13 +52,9 @@ class ReadingLog:
 
 
 class ReadingLogWriter:
-    """Writes the reading log of this process, and redirects its faulthandler to it.
+    """Writes the reading log of this process into a local folder, and redirects its faulthandler to it.
 
-    Args:
-        folder: a local folder; created if missing.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Raises OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, actor: str) -> None:

@@ -27,16 +27,8 @@ _ALIGNED = 4096
 class Resident:
     """The copy, of one process or shared by all ranks of a machine: each fills it and cuts from it.
 
-    Args:
-        job: the job whose regions it holds.
-        address: `address` of another process's copy on this machine; None creates a new one.
-        sharers: number of ranks that fill it together.
-
-    Attributes:
-        volumes: the copy of each volume.
-
-    Raises:
-        OSError: not enough memory, or no copy at this address.
+    `address` is that of another process's copy on this machine; None creates a new one.  `sharers` ranks fill it
+    together.  Raises OSError: not enough memory, or no copy at this address.
     """
 
     def __init__(self, job: ReaderJob, address: str | None = None, sharers: int = 1) -> None:
@@ -94,12 +86,9 @@ class Resident:
 
 
 class ResidentVolume:
-    """Copy of the training box of one volume.
+    """Copy of the training box of one volume, in memory for its arrays and for a flag per brick (`views`).
 
     Bricks are no larger than a patch, so that the regions of all cells together contain every brick completely.
-
-    Args:
-        views: memory for its arrays, and for a flag per brick.
     """
 
     def __init__(self, job: ReaderJob, volume: PlanVolume, views: list[memoryview]) -> None:

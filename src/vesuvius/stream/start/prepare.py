@@ -85,12 +85,9 @@ class PreparedData:
     def read_patches(
         self, what: str, boxes: Iterable[tuple[int, Box]], total: int, kinds: Sequence[Kind] = ("volume",)
     ) -> Iterator[list[NDArray[Any]] | UnreadableChunkError]:
-        """Read (volume index, box) pairs of each kind, in order, until `total` have been read.
+        """Read (volume index, box) pairs of each kind, in order, until `total` have been read; logs progress.
 
         Prefetches the next ones from remote stores.  Yields the error in place of an unreadable one.
-
-        Args:
-            what: describes the work in the progress log.
         """
         upcoming, waiting, count = iter(boxes), deque[tuple[int, Box]](), 0
         progress = Progress(what, total)

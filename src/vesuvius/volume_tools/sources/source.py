@@ -29,19 +29,11 @@ _OPENERS: dict[str, Callable[[Path], Stored]] = {
 def open_source(
     path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: np.dtype[Any] | None = None
 ) -> Stored:
-    """Open a scan.  Reads headers.
+    """Open a scan, a file or folder, for HDF5 and N5 with `:/dataset`, as an array (Z, Y, X) in native byte order.
 
-    Args:
-        path: a file or folder; for HDF5 and N5 with `:/dataset`.
-        select: an index for each axis longer than 1, in stored order, except z, y and x.
-        shape, dtype: for a file without a header.
-
-    Returns:
-        An array (Z, Y, X) in native byte order, whose `get` raises DataError.
-
-    Raises:
-        ConfigError: the format is unknown.
-        DataError: the scan is unreadable, truncated or not a volume, or its library is not installed.
+    `select` has an index for each axis longer than 1, in stored order, except z, y and x; `shape` and `dtype` are for a
+    file without a header.  Reads headers.  Raises ConfigError: the format is unknown; DataError, also from its `get`:
+    the scan is unreadable, truncated or not a volume, or its library is not installed.
     """
     head, _, inside = path.rpartition(":")
     file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
