@@ -53,10 +53,7 @@ class EventRecorder:
         log.log(logging.INFO if kind in ("reconfigured", "resident") else logging.ERROR, "%s", text)
 
     def quarantine(self, record: dict[str, Any]) -> None:
-        """Record damage, once per box.
-
-        Raises DataError: there is more damage than `data.max_quarantined` allows.
-        """
+        """Record damage, once per box.  Raises DataError: there is more damage than `data.max_quarantined` allows."""
         if (box := parse_damaged_box(record, len(self._data.volumes))) in self.damaged:
             return
         self.damaged.add(box)

@@ -156,10 +156,7 @@ def remove_ended_logs(folder: Path) -> list[ReadingLog]:
 
 
 def remove_logs(folder: Path, *, crashes: bool) -> None:
-    """Remove the logs of crashes, so that their chunks are read again, or all other logs.
-
-    Raises OSError.
-    """
+    """Remove the logs of crashes, so that their chunks are read again, or all other logs.  Raises OSError."""
     for each in read_logs(folder):
         if crashes == (each.crash is not None):
             each.path.unlink(missing_ok=True)

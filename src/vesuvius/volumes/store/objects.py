@@ -20,14 +20,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.redact import redact
-from vesuvius.volumes.errors import (
-    FetchError,
-    ProtocolError,
-    is_outage,
-    is_protocol_error,
-    reason,
-    status_of,
-)
+from vesuvius.volumes.errors import FetchError, ProtocolError, is_outage, is_protocol_error, reason, status_of
 from vesuvius.volumes.store.credentials import authority, find_signing
 
 _BUCKETS: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
