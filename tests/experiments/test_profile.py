@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ from tests.support.tiny import tiny_sections
 from vesuvius.commands import profile as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, EXIT_STOPPED
-from vesuvius.experiments.profile import Observed, Observer, build_profile, profiled
+from vesuvius.experiments import profile
+from vesuvius.experiments.profile import Observed, build_profile, profiled
 from vesuvius.monitor.verdict import judge
 from vesuvius.report.charts import work_parts
 from vesuvius.report.records import read_run
 from vesuvius.runlog.records import read_records
+from vesuvius.training.loop import TrainingLoop
 
 
 def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
@@ -111,15 +112,16 @@ def test_a_real_profile_leaves_an_existing_run_alone(
 
 
 def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    path, apply, steps = tiny_config(), Observer.__call__, itertools.count(1)
+    path, observe = tiny_config(), profile.observe
 
-    def stopped(self: Observer, *arguments: Any) -> None:
-        apply(self, *arguments)
-        if next(steps) == 12:  # more than the run's own last verdict needs
-            self._loop.run.stop.request(EXIT_STOPPED, "a signal came")
+    def stopped(loop: TrainingLoop, *arguments: Any) -> Iterator[None]:
+        for number, _ in enumerate(observe(loop, *arguments), start=1):
+            if number == 12:  # more than the run's own last verdict needs
+                loop.run.stop.request(EXIT_STOPPED, "a signal came")
+            yield
 
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr(Observer, "__call__", stopped)
+    monkeypatch.setattr(profile, "observe", stopped)
     assert command.main(["--config", str(path), "--steps", "100"]) == EXIT_STOPPED
     assert not list(path.parent.rglob("profile.html"))
 

@@ -10,8 +10,9 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,8 +38,6 @@ from vesuvius.training.request import Request
 from vesuvius.training.run import train
 from vesuvius.training.step.setup import parameter_count
 
-FOLDER = "profiles"
-TRACE = "trace.json.gz"
 _HIGHLIGHTS = ("samples/s", "step, p50", "step, p95", "full training", "peak RAM", "peak VRAM")
 _FACTS = (*_HIGHLIGHTS, "model FLOPs utilization", "cores", "torch / vesuvius", "commit")
 _NOTE = "Times of all counted steps; they add up to the step times.  Waits hidden behind computation count as 0."
@@ -49,7 +48,6 @@ MAX_UNCOUNTED_STEPS = MOST_WARM_STEPS + _TRACED_STEPS
 """Maximum number of steps that are not counted."""
 
 _OPERATORS = 25
-OPERATORS = "operators.txt"
 
 
 @dataclass
@@ -63,55 +61,42 @@ class Observed:
     amp: str = ""
 
 
-class Observer:
-    """Counts `steps` steps, then traces some more into the file `trace`; called between two steps."""
+def observe(
+    loop: TrainingLoop, reporter: StepReporter, observed: Observed, steps: int, trace: Path | None
+) -> Iterator[None]:
+    """Count `steps` steps, then trace some more into the file `trace`; yields before each step but the first."""
+    run, on_gpu = loop.run, loop.run.device.type == "cuda"
+    observed.parameters, observed.amp = parameter_count(loop.train_step.network), loop.train_step.amp
+    observed.device = torch.cuda.get_device_name(run.device) if on_gpu else "CPU"
+    accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
+    warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
+    warm = 1
+    while warm < MOST_WARM_STEPS and not warmup.is_over(warm, time.monotonic() - began, _WARM_S):
+        yield
+        warm += 1
+    observed.warm_steps = warm
+    reporter.report(wait=True)
+    reporter.verdicts.restart(run.progress.step)
+    for _ in range(steps):
+        yield
+    reporter.report(wait=True)
+    observed.verdict = reporter.verdicts.finish(min_steps=1)
+    if trace is not None:  # it costs time, so these steps are not counted
+        yield from _traced(trace, on_gpu)
+    run.stop.request(EXIT_OK, "the profile has its steps")
 
-    def __init__(
-        self, loop: TrainingLoop, reporter: StepReporter, observed: Observed, steps: int, trace: Path | None
-    ) -> None:
-        self._loop, self._reporter, self._observed, self._steps, self._trace = loop, reporter, observed, steps, trace
-        step, device = loop.train_step, loop.run.device
-        observed.parameters, observed.amp = parameter_count(step.network), step.amp
-        observed.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self._script = self._run()
 
-    def __call__(self) -> None:
-        """Continue until the next step."""
-        next(self._script, None)
-
-    def _run(self) -> Iterator[None]:
-        """Yield before each step; first called after the first step."""
-        observed, run, loop = self._observed, self._loop.run, self._loop
-        accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
-        warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
-        warm = 1
-        while warm < MOST_WARM_STEPS and not warmup.is_over(warm, time.monotonic() - began, _WARM_S):
-            yield
-            warm += 1
-        observed.warm_steps = warm
-        self._reporter.report(wait=True)
-        self._reporter.verdicts.restart(run.progress.step)
-        for _ in range(self._steps):
-            yield
-        self._reporter.report(wait=True)
-        observed.verdict = self._reporter.verdicts.finish(min_steps=1)
-        if self._trace is not None:
-            yield from self._look_closer(self._trace)
-        run.stop.request(EXIT_OK, "the profile has its steps")
-
-    def _look_closer(self, path: Path) -> Iterator[None]:
-        """Trace some steps; tracing costs time, so they are not counted."""
-        on_gpu = self._loop.run.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        profiler = torch.profiler.profile(activities=activities, profile_memory=True)
-        profiler.start()
-        for _ in range(_TRACED_STEPS):
-            yield
-        profiler.stop()
-        of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=of, row_limit=_OPERATORS, max_name_column_width=80)
-        path.with_name(OPERATORS).write_text(table, encoding="utf-8")
-        profiler.export_chrome_trace(str(path))
+def _traced(path: Path, on_gpu: bool) -> Iterator[None]:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+    profiler.start()
+    for _ in range(_TRACED_STEPS):
+        yield
+    profiler.stop()
+    of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=of, row_limit=_OPERATORS, max_name_column_width=80)
+    path.with_name("operators.txt").write_text(table, encoding="utf-8")
+    profiler.export_chrome_trace(str(path))
 
 
 def profile(config: Config, source: Path, steps: int, trace: bool, command: str) -> RunReport:
@@ -124,10 +109,12 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
         command: as typed, for the page.
     """
     ranks, config = config.training.ranks, single_rank_config(config)
-    folder, observed = new_folder(run_dir(config).path / FOLDER), Observed()
+    folder, observed = new_folder(run_dir(config).path / "profiles"), Observed()
 
-    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Observer:
-        return Observer(loop, reporter, observed, steps, folder / TRACE if trace else None)
+    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Callable[[], None]:
+        return partial(
+            next, observe(loop, reporter, observed, steps, folder / "trace.json.gz" if trace else None), None
+        )
 
     before = os.environ.get("VESUVIUS_RUNS")
     os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
