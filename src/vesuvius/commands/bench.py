@@ -13,7 +13,6 @@ _ROUNDS = 6
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and measure.  Returns the exit code."""
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):

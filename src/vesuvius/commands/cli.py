@@ -58,11 +58,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command.  Returns the exit code.
-
-    Args:
-        argv: arguments; None = those of this process, which then ends.
-    """
+    """Run one command.  Returns the exit code; without `argv`, takes the arguments of this process and ends it."""
     with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
         faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
     return _ended(_main, argv)
@@ -98,8 +94,7 @@ def _help() -> str:
 def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
     """Return the `main` of a command: logs to the terminal, and turns errors into one message and an exit code.
 
-    Args:
-        body: takes the arguments; if `main` is called without any, it gets those of this process, which then ends.
+    Called without arguments, `main` takes those of this process, which then ends.
     """
 
     @functools.wraps(body)
@@ -164,11 +159,7 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
     """Print a command's output without secrets.  A closed pipe (`| head`) or terminal is not an error.
 
-    Args:
-        exact: keep secrets, for output that is read back.
-
-    Raises:
-        StorageError: the output is a file on a full disk.
+    With `exact`, secrets are kept: the output is read back.  Raises StorageError if it is a file on a full disk.
     """
     if sys.stdout is None:  # closed when the process started
         return
@@ -186,12 +177,7 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command: `--help` lists the common options, `--help-all` all of them; both end with examples.
-
-    Args:
-        examples: command lines, each with a comment.
-        common: destinations of the options that `--help` lists; None = all.
-    """
+    """Parser of a command: `--help` lists the `common` options (or all), `--help-all` all; both end with examples."""
 
     def __init__(self, *, examples: Sequence[str], common: Sequence[str] | None = None, **options: Any) -> None:
         super().__init__(**options, formatter_class=_Formatter)

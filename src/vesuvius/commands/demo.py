@@ -19,7 +19,6 @@ VOLUME = Path("volumes/demo.zarr")
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line, write the scroll if it is missing, train and generate.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius demo",
         description=f"Write a synthetic scroll to {VOLUME} (unless it exists), train a tiny model on it, and generate "

@@ -12,7 +12,6 @@ from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and run the checks.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius doctor",
         description="Check this machine and, with --config, whether it fits that config.  Each line is ok, warn, fail, "

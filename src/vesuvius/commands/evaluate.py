@@ -13,7 +13,6 @@ from vesuvius.runlog.progress import Progress
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and evaluate.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius evaluate",
         description="Compare generated patches with held-out ones (and real with real, as the floor): grey values, "

@@ -17,7 +17,6 @@ from vesuvius.volumes.store.objects import is_remote, last_name
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and write the config.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius init",
         description="Write a config that fits a volume and this machine: a first run of about half an hour, if the "

@@ -27,7 +27,6 @@ _EVERY_S = 2.0
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and show the memory.  Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     run = find_run(args.run) if args.run is not None else None

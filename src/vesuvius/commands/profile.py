@@ -12,7 +12,6 @@ from vesuvius.errors import EXIT_OK
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and profile.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius profile",
         description="Train a few steps and show where their time goes, which settings to try and which will not help.  "

@@ -17,7 +17,6 @@ _PORT = 8642
 
 @as_command
 def report(argv: list[str]) -> int:
-    """Parse the command line and write the report.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius report",
         description="Write one or more runs, finished or in progress, as a self-contained HTML page: "

@@ -33,7 +33,6 @@ _OF_PATCHES = ("count", "overwrite")
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and sample.  Returns the exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     out = arguments.out

@@ -14,7 +14,6 @@ from vesuvius.errors import EXIT_OK
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and train.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius train",
         description="Train a 3D diffusion model.  On a terminal the last line shows progress, time left, loss, speed "

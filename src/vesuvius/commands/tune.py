@@ -19,7 +19,6 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and tune.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius tune",
         description="Find the fastest workers, prefetch and micro-batch for this machine by short measurements, within "

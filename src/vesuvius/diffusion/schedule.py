@@ -7,7 +7,7 @@ Training noises batches with `Schedule`; `sampler.py` derives the levels of a sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -52,11 +52,8 @@ def cosine_betas(timesteps: int) -> Betas:
 def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
     """Return the betas of noise levels matched to the spectrum of the data: float64 [timesteps].
 
-    sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max by a constant factor per t, so a
-    uniform t is uniform in log-SNR.  Pure.
-
-    Args:
-        sigma_max: None = four times the square root of the largest power.
+    sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max (None = four times the square root
+    of the largest power) by a constant factor per t, so a uniform t is uniform in log-SNR.  Pure.
     """
     if sigma_max is None:
         sigma_max = max(_SIGMA_MAX_OVER_AMPLITUDE * math.sqrt(spectrum.peak), 10 * sigma_min)
@@ -169,11 +166,7 @@ class Schedule:
 
     @classmethod
     def from_config(cls, config: DiffusionConfig, spectrum: Spectrum | None = None) -> Self:
-        """Build the schedule of the config on the CPU.
-
-        Args:
-            spectrum: of the data, for spectral noise; None = white, if none was measured (e.g. to predict memory).
-        """
+        """Build the schedule of the config on the CPU; spectral noise without a spectrum is that of white data."""
         match config.noise:
             case "spectral":
                 spectrum = spectrum or Spectrum.white()
@@ -192,16 +185,11 @@ class Schedule:
 
     @property
     def device(self) -> torch.device:
-        """Device of the float32 tables."""
         return self.snr_table.device
 
     def to(self, device: torch.device | str) -> Schedule:
         """Return a copy whose float32 tables are on `device`."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
+        moved: dict[str, Any] = {key: each.to(device) for key, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **moved)
 
     @property

@@ -9,7 +9,6 @@ from vesuvius.commands.volume.make import add_copy, add_import, add_synth
 
 @as_command
 def main(argv: list[str]) -> int:
-    """Parse the command line and run its subcommand.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius volume",
         description="Import, inspect, copy, list, verify and synthesize volumes.",

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 
 def add_info(commands: Commands) -> None:
-    """Add `vesuvius volume info`."""
     info = commands.add_parser(
         "info",
         help="describe a volume, or its alignment with another array",
@@ -86,7 +85,6 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def add_occupancy(commands: Commands) -> None:
-    """Add `vesuvius volume occupancy`."""
     occupancy = commands.add_parser(
         "occupancy",
         help="list the stored chunks of a level, and save the list next to it",
@@ -107,7 +105,6 @@ def _occupancy(arguments: argparse.Namespace) -> int:
 
 
 def add_verify(commands: Commands) -> None:
-    """Add `vesuvius volume verify`."""
     verify = commands.add_parser(
         "verify",
         help="read every stored chunk and list the broken ones; resumable",

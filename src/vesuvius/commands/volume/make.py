@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 
 def add_synth(commands: Commands) -> None:
-    """Add `vesuvius volume synth`."""
     synth = commands.add_parser(
         "synth",
         help="write a synthetic papyrus scroll",
@@ -62,7 +61,6 @@ def _synth(arguments: argparse.Namespace) -> int:
 
 
 def add_copy(commands: Commands) -> None:
-    """Add `vesuvius volume copy`."""
     copy = commands.add_parser(
         "copy",
         help="copy a box of a local or remote volume to disk; resumable",
@@ -112,7 +110,6 @@ def _copy(arguments: argparse.Namespace) -> int:
 
 
 def add_import(commands: Commands) -> None:
-    """Add `vesuvius volume import`."""
     importer = commands.add_parser(
         "import",
         help="convert TIFF or PNG slices, TIFF, HDF5, NIfTI, NRRD, npy or N5 to OME-Zarr; resumable",

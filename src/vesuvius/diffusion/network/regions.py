@@ -22,7 +22,6 @@ _MOST_VARIANTS = 256
 
 
 def call_eager(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Call a block without compiling it."""
     out: Tensor = block(*arguments)
     return out
 
@@ -32,12 +31,6 @@ class CompiledRegions:
 
     If compilation fails, warns once and continues eagerly.  `recompute_norm` has the same effect as in eager mode:
     torch's checkpoint tells the partitioner to keep only the input of each norm.
-
-    Args:
-        backend: backend of `torch.compile`.
-
-    Attributes:
-        failure: reason why blocks are no longer compiled, or ''.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -52,7 +45,7 @@ class CompiledRegions:
         torch._inductor.config.layout_optimization = False
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         self._compiled: Any = torch.compile(call_eager, backend=backend, fullgraph=True, dynamic=False)
-        self.failure = ""
+        self.failure = ""  # why blocks are no longer compiled
 
     def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if not self.failure and torch.is_grad_enabled():

@@ -252,10 +252,7 @@ def build_unet(
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
     tensor follows from (seed, its name in format 2), so a new module does not change the others, and a seed gives the
-    same function as in format 2.  Uses no global generator.
-
-    Raises:
-        ConfigError: torch is 2.9.
+    same function as in format 2.  Uses no global generator.  Raises ConfigError with torch 2.9.
     """
     check_torch_version()
     with torch.device("meta"):  # torch's default initialisation would use the global generator
