@@ -5,16 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.recorded_runs import (
     BEGAN,
     GIB,
+    current_records,
     run_end,
     run_start,
     session_file,
@@ -114,6 +120,49 @@ def test_superseded_steps_are_in_neither_curves_nor_sums(tmp_path: Path) -> None
     assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, keeps the last step
     (sessions,) = [table.rows for table in report.tables if table.title == "Sessions"]
     assert [row[2:] for row in sessions] == [("0", "8", "exit code 1: crash"), ("5", NOT_KNOWN, NOT_KNOWN)]
+
+
+SESSION = st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 3))
+MORE = st.lists(st.sampled_from(["validation", "preview", "event", "system"]), max_size=3)
+
+
+@given(st.lists(st.tuples(SESSION, MORE), max_size=6))
+def test_the_records_of_several_sessions_are_those_of_an_uninterrupted_run(
+    sessions: list[tuple[tuple[int, int, int], list[str]]],
+) -> None:
+    """Each session begins at or before the last step; some know of validations up to an earlier step."""
+    records: list[dict[str, Any]] = []
+    reached = 0
+    for (begin, count, behind), more in sessions:
+        begin = min(begin, reached)
+        records.append(run_start(begin) | ({"validated_step": max(begin - behind, 0)} if behind else {}))
+        for reached in range(begin + 1, begin + count + 1):
+            records += [{"kind": kind, "step": reached} for kind in ("step", *more)]
+        reached = begin + count
+    records = [record | {"time": float(time)} for time, record in enumerate(records)]
+    expected = [(record["kind"], record["step"]) for record in current_records(records)]
+    with TemporaryDirectory() as folder:
+        for name in ("metrics", "system"):
+            text = "".join(json.dumps(r) + "\n" for r in records if (r["kind"] == "system") == (name == "system"))
+            (Path(folder) / f"{name}.jsonl").write_text(text)
+        found = read_run(Path(folder))
+    assert found.columns["step"].tolist() == [step for kind, step in expected if kind == "step"]
+    read = [(record["kind"], record["step"]) for record in (*found.system, *found.others)]
+    assert sorted(read) == sorted(each for each in expected if each[0] != "step")
+
+
+def test_fields_that_a_report_does_not_need_are_not_kept(tmp_path: Path) -> None:
+    """6,000 steps in two sessions, 9 MB; the figures of a step take 200 bytes."""
+    path = tmp_path / "metrics.jsonl"
+    steps = (step(n) | {"more": "x" * 500} for first in (0, 3_000) for n in range(first + 1, first + 3_001))
+    path.write_text("".join(json.dumps(record) + "\n" for record in [run_start(), *steps]))
+    tracemalloc.start()
+    try:
+        assert len(read_run(tmp_path).columns["step"]) == 6_000
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < path.stat().st_size / 3
 
 
 def test_a_spike_of_one_step_stays_visible_among_thousands() -> None:

@@ -10,24 +10,13 @@ import queue
 import random
 import threading
 import tracemalloc
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from vesuvius.monitor.clock import StepTimes
 from vesuvius.runlog.logfile import step_line
-from vesuvius.runlog.records import (
-    JsonLines,
-    Record,
-    current_records,
-    iter_records,
-    read_records,
-    run_starts,
-)
+from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.units import GIB
 
 TIMES = StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, forward_s=0.771, backward_s=1.5, optimizer_s=0.2)
@@ -129,65 +118,6 @@ def test_listeners_get_a_record_even_if_the_disk_hangs(tmp_path: Path) -> None:
         thread.join(30)
     os.close(filler)
     os.close(reader)
-
-
-def start(step: int) -> dict[str, Any]:
-    return {"kind": "run_start", "step": step}
-
-
-def current(records: Sequence[Record]) -> list[Record]:
-    return list(current_records(records, [record for record in records if record["kind"] == "run_start"]))
-
-
-def by_going_back(records: Sequence[Record]) -> list[Record]:
-    """The definition: each session start drops the records after its step."""
-    kept: list[Record] = []
-    for record in records:
-        if record["kind"] == "run_start":
-            step = record["step"]
-            last = {"validation": record.get("validated_step", step), "preview": record.get("previewed_step", step)}
-            kept = [each for each in kept if (each.get("step") or 0) <= last.get(each["kind"], step)]
-        kept.append(record)
-    return kept
-
-
-@given(
-    st.lists(
-        st.one_of(
-            st.builds(
-                lambda step, behind: start(step) | ({"validated_step": max(step - behind, 0)} if behind else {}),
-                st.integers(0, 9),
-                st.integers(0, 3),
-            ),
-            st.builds(
-                lambda kind, step: {"kind": kind} | ({} if step is None else {"step": step}),
-                st.sampled_from(["step", "validation", "preview", "event", "run_end"]),
-                st.none() | st.integers(0, 9),
-            ),
-        ),
-        max_size=30,
-    )
-)
-def test_current_records_equal_those_of_an_uninterrupted_run(records: list[Record]) -> None:
-    assert current(records) == by_going_back(records)
-
-
-def test_a_file_is_read_one_record_at_a_time(tmp_path: Path) -> None:
-    """A run of 6,000 steps has 7 MB of records here; the peak stays below one of them."""
-    path = tmp_path / "metrics.jsonl"
-    with path.open("w") as file:
-        for number in range(6_000):
-            if number % 2_000 == 0:
-                file.write(json.dumps({"kind": "run_start", "time": 1.0, "step": max(number - 10, 0)}) + "\n")
-            file.write(json.dumps({"kind": "step", "time": 1.0, "step": number, "more": "x" * 1100}) + "\n")
-    tracemalloc.start()
-    try:
-        count = sum(1 for _ in current_records(iter_records(path), run_starts(path)))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert count == 6_000 - 2 * 9 + 3
-    assert peak < 2**19
 
 
 def test_a_month_of_records_stays_below_100_mb(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.recorded_runs import current_records
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
 from vesuvius.runlog import trackers
-from vesuvius.runlog.records import JsonLines, Record, current_records, read_records, run_starts
+from vesuvius.runlog.records import JsonLines, Record, read_records
 from vesuvius.runlog.trackers import TRACKERS, TensorBoard, Tracker, check_trackers, known_figures
 
 TAGS = {
@@ -168,7 +169,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
             (torn,) = (tmp_path / "tb").iterdir()
             torn.write_bytes(torn.read_bytes()[:-20])
     path = tmp_path / "metrics.jsonl"
-    kept = [r for r in current_records(read_records(path), run_starts(path)) if r["kind"] == "step"]
+    kept = [r for r in current_records(read_records(path)) if r["kind"] == "step"]
     assert [record["step"] for record in kept] == list(range(1, 11))
     shown = read(tmp_path / "tb").Scalars("train/loss")
     assert [(event.step, event.wall_time) for event in shown] == [(r["step"], r["time"]) for r in kept]

@@ -16,12 +16,13 @@ import pytest
 
 from tests.support.kill_harness import Session, left_after
 from tests.support.rank_runs import ends_of, output_of, started_ranks
+from tests.support.recorded_runs import current_records
 from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog import files
 from vesuvius.runlog import run_dir as run_dirs
-from vesuvius.runlog.records import current_records, read_records, run_starts
+from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.request import Request
@@ -52,8 +53,8 @@ sys.exit(train.main(sys.argv[1:]))
 
 def steps_of(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
     """Step records of a run, as if it had never been interrupted."""
-    path = run / "metrics.jsonl"
-    return {one["step"]: one for one in current_records(read_records(path), run_starts(path)) if one["kind"] == kind}
+    records = current_records(read_records(run / "metrics.jsonl"))
+    return {record["step"]: record for record in records if record["kind"] == kind}
 
 
 def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], *figures: str) -> float:

@@ -20,6 +20,18 @@ BEGAN = 1_700_000_000.0
 GIB = 2**30
 
 
+def current_records(records: Iterable[Record]) -> list[Record]:
+    """The records of a run as if it had never been interrupted: each session drops those that it repeats."""
+    kept: list[Record] = []
+    for record in records:
+        if record["kind"] == "run_start":
+            step = record["step"]
+            last = {"validation": record.get("validated_step", step), "preview": record.get("previewed_step", step)}
+            kept = [each for each in kept if (each.get("step") or 0) <= last.get(each["kind"], step)]
+        kept.append(record)
+    return kept
+
+
 def run_start(step: int = 0, session: int = 1, time: float = BEGAN) -> Record:
     return {"kind": "run_start", "time": time, "name": "tiny", "session": session, "step": step}
 

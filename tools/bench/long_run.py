@@ -34,8 +34,9 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests kill runs in the same way
 
 from tests.support.kill_harness import KillFigures, Session, final_difference, run_directory, steps_redone
+from tests.support.recorded_runs import current_records
 
-from vesuvius.runlog.records import current_records, iter_records, read_records, run_starts
+from vesuvius.runlog.records import read_records
 
 Record = dict[str, Any]
 
@@ -157,8 +158,7 @@ def _last_step(run: Path) -> str:
 
 def _records(run: Path, kind: str) -> list[Record]:
     """The records of a kind, without those of steps that were rolled back."""
-    metrics = run / "metrics.jsonl"
-    return [record for record in current_records(iter_records(metrics), run_starts(metrics)) if record["kind"] == kind]
+    return [record for record in current_records(read_records(run / "metrics.jsonl")) if record["kind"] == kind]
 
 
 def _draw_losses(path: Path, undisturbed: Path, killed: Path) -> None:

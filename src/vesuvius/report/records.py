@@ -22,7 +22,7 @@ from vesuvius.monitor.post_mortem import headline as death_headline
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, iter_records, parse_record, records_in, run_starts
+from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record, records_in
 
 Column = NDArray[np.float64]
 
@@ -66,39 +66,39 @@ class RunRecords:
 
 def read_run(path: Path) -> RunRecords:
     """Read a run directory; torn lines and missing files are skipped."""
-    sessions: list[Record] = []
-    metrics = _metrics(path / "metrics.jsonl", sessions)
-    merged = heapq.merge(metrics, _system(path), key=_time)
     steps = {name: array("d") for name in STEP_FIELDS}
-    first: list[bool] = []
-    system: list[Record] = []
-    others: list[Record] = []
-    begins, since, changed = False, 0, tuple[str, ...]()
-    starts: list[Record] = []
-    with suppress(OSError):
-        starts = run_starts(path / "metrics.jsonl")
-    for record in current_records(merged, starts):
+    system, others, sessions = list[Record](), list[Record](), list[Record]()
+    for record in heapq.merge(_metrics(path / "metrics.jsonl"), _system(path), key=_time):
         match record["kind"]:
             case "step":
                 for name, column in steps.items():
                     column.append(figure(record.get(name)))
-                first.append(begins)
-                begins = False
             case "system":
                 system.append(record)
             case kind:
                 if kind == "run_start":
-                    begins = True
-                    if keys := _changed_keys(record):
-                        since, changed = len(first), keys
+                    while steps["step"] and steps["step"][-1] > record["step"]:
+                        for column in steps.values():
+                            column.pop()
+                    for kept in (system, others):
+                        kept[:] = [each for each in kept if not is_repeated(each, record)]
                 others.append(record)
+                if kind in ("run_start", "run_end"):
+                    sessions.append(record)
+    columns = {name: np.array(column) for name, column in steps.items()}
+    first, since, changed = np.zeros(len(columns["step"]), dtype=bool), 0, tuple[str, ...]()
+    for start in (record for record in others if record["kind"] == "run_start"):
+        index = int(np.searchsorted(columns["step"], start["step"], side="right"))
+        first[index : index + 1] = True
+        if (keys := _changed_keys(start)) and index < len(first):
+            since, changed = index, keys
     config_text = read_text(path / "config.resolved.yaml") or ""
     return RunRecords(
         path,
-        {name: np.array(column) for name, column in steps.items()},
-        np.array(first, dtype=bool),
-        np.arange(len(first)) >= (since if since < len(first) else 0),
-        changed if since < len(first) else (),
+        columns,
+        first,
+        np.arange(len(first)) >= since,
+        changed,
         system,
         others,
         sessions,
@@ -125,15 +125,10 @@ def _changed_keys(start: Record) -> tuple[str, ...]:
     return tuple(key for key in keys if not key.startswith(SAME_SPEED))
 
 
-def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
-    """The records of metrics.jsonl, with only the needed fields of each step: a long run's file exceeds memory.
-
-    `sessions` receives each start and end of a session, also those that a later resume superseded.
-    """
+def _metrics(path: Path) -> Iterator[Record]:
+    """The records of metrics.jsonl, with only the needed fields of each step: a long run's file exceeds memory."""
     with suppress(OSError):
         for record in _placed(iter_records(path)):
-            if record["kind"] in ("run_start", "run_end"):
-                sessions.append(record)
             is_step = record["kind"] == "step"
             yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
 

@@ -22,8 +22,6 @@ from vesuvius.runlog.files import AppendFile
 Record = dict[str, Any]
 T = TypeVar("T")
 
-_START = "run_start"
-
 
 class JsonLines:
     """An append-only file of records.  Thread-safe; survives a full disk, see `AppendFile`.
@@ -83,43 +81,14 @@ def parse_record(text: str | bytes) -> Record | None:
     return found if isinstance(found, dict) else None
 
 
-def run_starts(path: Path) -> list[Record]:
-    """Return the `run_start` of each session, in order, without parsing other records."""
-    with path.open("rb") as lines:
-        return [record for record in records_in(line for line in lines if _START.encode() in line) if _begins(record)]
+def is_repeated(record: Record, start: Record) -> bool:
+    """Whether a session that begins with `start` (`run_start`) repeats an earlier record.  Pure.
 
-
-def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iterator[Record]:
-    """Iterate over the records of a run as if it had never been interrupted.  Pure.
-
-    A session that begins at step n (`run_start`) repeats what earlier sessions did after step n.  Their records of
-    those steps are dropped, and so are validations and previews unknown to its checkpoint.  Records without a step
-    are kept.  `starts` are all `run_start` records among them, see `run_starts`.
+    It repeats all steps after the one at which it begins, and validations and previews unknown to its checkpoint.
     """
-    # By number of starts so far: the last step of each kind that no later session repeats.
-    bounds: list[dict[str, float]] = [{}]
-    for start in reversed(starts):
-        later, step = bounds[-1], start["step"]
-        known = {
-            "validation": start.get("validated_step", step),
-            "preview": start.get("previewed_step", step),
-            "": step,
-        }
-        bounds.append({kind: min(last, later.get(kind, math.inf)) for kind, last in known.items()})
-    bounds.reverse()
-    begun = 0
-    for record in records:
-        if _begins(record):
-            begun += 1
-            if begun > len(starts):  # a session that began after they were read
-                return
-        last = bounds[begun]
-        if (record.get("step") or 0) <= last.get(record["kind"], last.get("", math.inf)):
-            yield record
-
-
-def _begins(record: Record) -> bool:
-    return record.get("kind") == _START and isinstance(record.get("step"), int)
+    known = {"validation": "validated_step", "preview": "previewed_step"}.get(record["kind"], "step")
+    last: int = start[known if known in start else "step"]
+    return (record.get("step") or 0) > last
 
 
 def replace_nonfinite(value: Any) -> Any:

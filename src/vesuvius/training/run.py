@@ -23,7 +23,7 @@ from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
-from vesuvius.runlog.records import run_starts
+from vesuvius.runlog.records import iter_records
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
@@ -219,7 +219,8 @@ def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if new and not (directory.metrics.exists() and run_starts(directory.metrics)):
+        path = directory.metrics
+        if new and not (path.exists() and any(record.get("kind") == "run_start" for record in iter_records(path))):
             close_logs()
             shutil.rmtree(directory.path, ignore_errors=True)
         raise
