@@ -65,3 +65,8 @@ def test_another_unit_restarts_the_estimate_of_the_time_left(
         assert re.fullmatch(r"copying: 2 of 9 chunks, about \d+ s left", line())
         told.update("levels", 2, 3)
         assert line() == "copying: 2 of 3 levels"
+        told.update("levels", 3, 3)
+        while not (ended := caplog.messages.count("copying: 3 of 3 levels")):
+            time.sleep(0.005)
+        time.sleep(0.1)
+        assert ended == caplog.messages.count("copying: 3 of 3 levels") == 1, "a phase that has ended is reported once"

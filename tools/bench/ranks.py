@@ -142,7 +142,7 @@ def compare(path: Path) -> None:
         seconds = predicted_s(one["step_s"], one["compute_s"], crowding, together) if count > 1 else one["step_s"]
         error = f"{seconds / got['step_s'] - 1:+.1%}"
         efficiency = "-" if cell["efficiency"] is None else f"{cell['efficiency']:.0%}"
-        figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']['mid']:.2f}", efficiency, f"{got['comm_s']:.4f}")
+        figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']:.2f}", efficiency, f"{got['comm_s']:.4f}")
         modelled = (f"{crowding:.2f}", f"{together['all_reduce_s']:.4f}", f"{seconds:.4f}")
         _print_row(count, *figures, *modelled, error)
 

@@ -204,7 +204,7 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.inputs import InputConfig
-    from vesuvius.generate.volume.picture import draw_volume_picture
+    from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
     from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume
 
     inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
@@ -217,6 +217,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         out = out / "images" / f"{arguments.seed}.zarr"
     common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
     request = VolumeRequest(**common, **options)
+    check_picture(request, picture)
     if arguments.dry_run:
         say(forecast_volume(request))
         return EXIT_OK

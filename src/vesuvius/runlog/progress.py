@@ -67,12 +67,16 @@ class Progress:
         self._closed.set()
 
     def _log_regularly(self) -> None:
+        logged = None
         while not self._closed.wait(_EVERY_S):
+            logged, before = (self._unit, self._count), logged
+            if logged == before and self._count == self._total:
+                continue  # this phase has ended, and the next one has not counted anything yet
             self._has_logged = True
             text, done = f"{self._what}: {self._count}", self._count - self._first
             text += f" of {self._total}" if self._total is not None else ""
             text += (self._unit and f" {self._unit}") + (self._more and f", {self._more}") + self._size
-            if self._total is not None and done > 0:
+            if self._total is not None and done > 0 and self._count < self._total:
                 seconds = (time.monotonic() - self._counted_from) * (self._total - self._count) / done
                 text += f", about {format_duration(round(seconds))} left"
             log.info("%s", text)

@@ -121,7 +121,8 @@ class RealSource:
         if min(map(len, sides)) < LEAST_PATCHES:
             raise DataError(
                 f"The run's volumes are too small: {len(sides[0])} and {len(sides[1])} disjoint training patches were "
-                f"found, and an evaluation needs {LEAST_PATCHES} of each"
+                f"found, and an evaluation needs {LEAST_PATCHES} of each; train on a larger volume, or with a smaller "
+                "data.patch_size"
             )
         held_out_boxes = [split.validation for split in data.splits if split.validation is not None]
         disjoint = sum(_disjoint_patches(shape_of(box), config.patch_size) for box in held_out_boxes)

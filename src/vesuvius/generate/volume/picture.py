@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
-from vesuvius.errors import storage_errors
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
@@ -32,15 +33,32 @@ from vesuvius.training.validation.pictures import (
     with_charts,
 )
 from vesuvius.training.validation.texture import measure_texture
+from vesuvius.volume_tools.record import partial_path
 from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
+_SOFTWARE = "vesuvius sample"
 _SCALE = 2
 _CHARTS_PX = 220
 _LONGEST = 512  # voxels along an axis; of larger volumes a coarser level is shown
 _WIDTH_PX = 256  # small volumes are magnified to about this
+
+
+def check_picture(request: VolumeRequest, picture: Path) -> None:
+    """Raise ConfigError if the picture of a volume that is not there yet would replace a file of another program."""
+    if not picture.exists() or request.out.exists() or partial_path(request.out).exists():
+        return
+    try:
+        with Image.open(picture) as image:
+            ours = image.info.get("Software") == _SOFTWARE
+    except OSError:
+        ours = False
+    if not ours:
+        raise ConfigError(
+            f"{picture} exists and would be replaced by a picture of the volume; move it away, or choose another --out"
+        )
 
 
 def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
@@ -56,8 +74,10 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     shown, scale, size_um = _volume_slices(request.out, grey)
     cells.append(MontageCell(name, shown))
     grid = draw_grid(cells, f"{request.out.name}: middle slices", ScaleBar(scale, size_um), len(cells))
+    mark = PngInfo()
+    mark.add_text("Software", _SOFTWARE)
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
-        grid.save(picture)
+        grid.save(picture, pnginfo=mark)
 
 
 def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int, FloatTriple | None]:
