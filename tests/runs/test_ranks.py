@@ -39,8 +39,8 @@ import os, sys
 from vesuvius.commands import train
 from vesuvius.errors import DataError
 from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.ranks import abort, ranks
-abort._UNWIND_S, ranks._CAUSE_S = 3.0, 1.0
+from vesuvius.training.ranks import failure, ranks
+failure._UNWIND_S, ranks._CAUSE_S = 3.0, 1.0
 one_step = TrainingLoop._one_step
 def step(loop, *arguments):
     if loop.run.progress.step == 2 and os.environ["RANK"] == "1":

@@ -251,10 +251,10 @@ def test_a_message_larger_than_the_store_limit_reaches_all(ranks: list[Ranks]) -
 
 HANGS = """
 import os, signal, sys, threading, time
-from vesuvius.training.ranks import abort
+from vesuvius.training.ranks import failure
 from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.ranks import open_ranks
-abort._UNWIND_S = 1.0
+failure._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
     ranks.sync_step(lambda: None, {})
     if ranks.rank == int(sys.argv[2]):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.threads import BoundedCall
-from vesuvius.training.ranks.abort import Abort
-from vesuvius.training.ranks.failure import RankError, RankLostError, exit_code_of, is_network_error
+from vesuvius.training.ranks.failure import Abort, RankError, RankLostError, exit_code_of, is_network_error
 from vesuvius.training.ranks.share import launched_world_size
 
 log = logging.getLogger(__name__)
@@ -41,10 +40,8 @@ _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to disconnect from the store
 
 
-Stop = tuple[int, str]
-"""Exit code and reason of a requested stop."""
-PendingStop = Callable[[], Stop | None]
-"""Returns the stop requested of this rank, or None."""
+Stop = tuple[int, str]  # exit code and reason of a requested stop
+PendingStop = Callable[[], Stop | None]  # returns the stop requested of this rank
 
 
 @dataclass(eq=False)
@@ -130,11 +127,9 @@ class Ranks:
             pending_stop: called at the start and during the wait, as the other ranks may be waiting for data.
             message: plain data for rank 0.
 
-        Returns:
-            The first stop that was announced, the same on all ranks, or None; on rank 0 also the messages by rank.
+        Returns the first stop that was announced, the same on all ranks, or None; on rank 0 also the messages by rank.
 
-        Raises:
-            RankError: a rank failed or did not respond.
+        Raises RankError: a rank failed or did not respond.
         """
         if (stop := pending_stop()) is not None:
             self.announce_stop(stop)
@@ -187,10 +182,9 @@ class Ranks:
             raise self.failure
 
     def fail(self, error: BaseException, saves: bool = True) -> None:
-        """Tell the other ranks why this one is about to end.  The first failure counts.
+        """Tell the other ranks why this one is about to end; the first failure counts.
 
-        Args:
-            saves: rank 0 saves a checkpoint now; the others wait for it.
+        `saves`: rank 0 saves a checkpoint now; the others wait for it.
         """
         self.abort.unwinding.set()
         self.abort.saves = self.abort.saves and saves
@@ -339,9 +333,7 @@ def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
     """Join the ranks named by the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT), or be a single one.  `device_type` is "cuda" or "cpu".
 
-    Raises:
-        ConfigError: the environment does not say where to find the other ranks.
-        RankLostError: not all ranks joined, or one was lost while joining.
+    Raises ConfigError: the environment does not say where the others are; RankLostError: not all ranks joined.
     """
     world = launched_world_size()
     if world is None or world == 1:

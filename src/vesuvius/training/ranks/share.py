@@ -40,8 +40,7 @@ def rank_share(config: Config, rank: int, world: int) -> RankShare:
     The effective batch is the config's, however many ranks are running: if their number differs from `training.ranks`,
     each accumulates more or fewer micro-batches of at most `train_batch_size` samples.
 
-    Raises:
-        ConfigError: the effective batch is not divisible by the number of ranks.
+    Raises ConfigError: the effective batch is not divisible by the number of ranks.
     """
     total = config.global_batch
     if total % world:
