@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from vesuvius.training.validation.pictures import (
     BACKGROUND,
@@ -14,9 +15,9 @@ from vesuvius.training.validation.pictures import (
     LINE,
     MontageCell,
     ScaleBar,
-    draw_charts,
     draw_grid,
     orthogonal_slices,
+    with_charts,
 )
 from vesuvius.training.validation.texture import Texture, measure_texture
 
@@ -62,19 +63,23 @@ def count(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> tuple[int
     return int(left.sum()), int(right.sum())
 
 
+def charts(**textures: Texture) -> NDArray[np.uint8]:
+    return np.asarray(with_charts(Image.new("L", (800, 1)), textures, None))[1:]
+
+
 @pytest.mark.filterwarnings("error")
 def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
-    picture = draw_charts(800, {"real": texture(0.5), "generated": texture(0.2)}, None)
+    picture = charts(real=texture(0.5), generated=texture(0.2))
     assert picture.shape == (300, 800, 3)
     assert picture.dtype == np.uint8
     assert all(number > 100 for colour in (ORANGE, BLUE) for number in count(picture, colour))
     in_legend = 50
     for value in (math.nan, 0.0):
         flat = measure_texture([np.full((8, 16, 16), value, np.float32)])
-        missing = draw_charts(800, {"real": texture(0.5), "generated": flat}, None)
+        missing = charts(real=texture(0.5), generated=flat)
         assert count(missing, ORANGE)[1] < in_legend
         assert all(number > in_legend for number in count(missing, BLUE))
-    draw_charts(800, {"real": flat, "generated": flat}, None)
+    charts(real=flat, generated=flat)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -110,7 +111,8 @@ def draw_grid(cells: Sequence[MontageCell], title: str, scale_bar: ScaleBar, col
     height, width = height + LINE, max(width, *(_text_width(cell.caption) + GAP for cell in cells)) + 2 * GAP
     columns = columns or min(len(cells), math.ceil(math.sqrt(_ASPECT * len(cells) * height / width)))
     rows = -(-len(cells) // columns)
-    lines = _wrapped(title, max(columns * width, MIN_WIDTH) - 2 * GAP)
+    letters = (max(columns * width, MIN_WIDTH) - 2 * GAP) * len(title) // max(_text_width(title), 1)
+    lines = textwrap.wrap(title, max(letters, 1), break_long_words=False)
     top, bar, label = len(lines) * LINE, *scale_bar.fitted(cells[0].picture.shape[1])
     needed = [columns * width, GAP + bar + 2 * GAP + _text_width(label), *(_text_width(line) + GAP for line in lines)]
     image = Image.new("L", (max(needed) + GAP, top + rows * height + LINE), BACKGROUND)
@@ -127,18 +129,6 @@ def draw_grid(cells: Sequence[MontageCell], title: str, scale_bar: ScaleBar, col
     return image
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Split a text at spaces into lines of at most this many pixels, if its words allow that."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if _text_width(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines
-
-
 def _text_width(text: str) -> int:
     return math.ceil(_font().getlength(text))
 
@@ -153,16 +143,7 @@ def _font() -> ImageFont.FreeTypeFont:
 def with_charts(
     montage: Image.Image, textures: Mapping[str, Texture], grey: IntensityRange | None, height: int = 300
 ) -> Image.Image:
-    """A montage with `draw_charts` below it.  Pure."""
-    charts = draw_charts(max(montage.width, MIN_WIDTH), textures, grey, height)
-    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (BACKGROUND,) * 3)
-    image.paste(montage, (0, 0))
-    image.paste(Image.fromarray(charts), (0, montage.height))
-    return image
-
-
-def draw_charts(width: int, textures: Mapping[str, Texture], grey: IntensityRange | None, height: int = 300) -> UInt8:
-    """Draw histograms and radial power spectra next to each other: uint8 [height, width, 3].
+    """A montage with histograms and radial power spectra below it, `height` pixels high.
 
     Non-finite curves, or parts of curves, are left out.  Uses no pyplot, so no figure stays open.
 
@@ -179,6 +160,7 @@ def draw_charts(width: int, textures: Mapping[str, Texture], grey: IntensityRang
     if grey is not None:
         edges, label = grey.low + (edges + 1) / 2 * (grey.high - grey.low), "grey value"
     with style.context(["dark_background", _STYLE]):
+        width = max(montage.width, MIN_WIDTH)
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
@@ -194,4 +176,8 @@ def draw_charts(width: int, textures: Mapping[str, Texture], grey: IntensityRang
         left.legend()
         right.legend()
         canvas.draw()  # type: ignore[no-untyped-call]
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+    image = Image.new("RGB", (width, montage.height + height), (BACKGROUND,) * 3)
+    image.paste(montage, (0, 0))
+    charts = np.asarray(canvas.buffer_rgba())[..., :3]  # type: ignore[no-untyped-call]
+    image.paste(Image.fromarray(charts), (0, montage.height))
+    return image
