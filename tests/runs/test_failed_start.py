@@ -51,7 +51,7 @@ def test_a_failed_start_leaves_nothing_and_does_not_change_an_existing_run(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(run, "build_step" if isinstance(error, OSError) else "_check_kernels", fails)
+            patch.setattr(run, "build_network" if isinstance(error, OSError) else "_check_kernels", fails)
             found, line = ends(config, capsys)
         assert (found, bool(re.search(says, line))) == (code, True), line
         assert ("free some space" in line) == (code == EXIT_DATA)

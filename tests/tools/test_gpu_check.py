@@ -171,7 +171,7 @@ def test_a_step_whose_losses_are_off_is_wrong_also_where_their_mean_is_right(
     gpu_check: Any, losses: tuple[float, ...]
 ) -> None:
     def outcome(*losses: float, grad_norm: float = 1.0) -> StepOutcome:
-        return StepOutcome(sum(losses) / 3, losses, grad_norm, True, True, False, 0, 1.0)
+        return StepOutcome(sum(losses) / 3, losses, grad_norm, True, True, False, 0)
 
     measure = importlib.import_module("gpu.measure")
     right = [outcome(1.0, 1.0, 1.0)] * 3

@@ -33,7 +33,7 @@ from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.ranks.share import rank_share
 from vesuvius.training.replay import Diagnosis, diagnose
-from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
+from vesuvius.training.reporting.report import LaunchedStep, StepReporter
 from vesuvius.training.request import Request, RunContext
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
@@ -131,7 +131,7 @@ class Session:
         config, run = self.config, run_context(self.config, self.directory)
         again = self.again or partial(diagnose, self.step, self._feed)
         with self._feed.open() as stream:
-            reporter = StepReporter(run, self.clock, stream, FixedMachine(), again, RankTelemetry(run))  # type: ignore[arg-type]
+            reporter = StepReporter(run, self.clock, stream, FixedMachine(), again)  # type: ignore[arg-type]
             for number in range(steps):
                 batches = []
                 timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)

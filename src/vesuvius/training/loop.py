@@ -72,9 +72,7 @@ class TrainingLoop:
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
 
-        Raises:
-            NonFiniteError: too many steps in a row were not finite.
-            DataError, ConfigError: as from `PatchStream`.
+        Raises NonFiniteError: too many steps in a row were not finite; DataError, ConfigError: as from `PatchStream`.
         """
         config, progress, stop, watchdog = self.run.config, self.run.progress, self.run.stop, self.run.watchdog
         self.periodic.run_scheduled()  # tasks interrupted by the previous session's stop
@@ -88,14 +86,14 @@ class TrainingLoop:
             interrupted=self._stops_waiting,
             resident=self._open_resident(),
         ) as stream:
-            clock, telemetry = make_clock(self.run.device), RankTelemetry(self.run)
-            self.train_step.timed, again = clock.computing, partial(diagnose, self.train_step, self.batches)
-            reporter = StepReporter(self.run, clock, stream, self.monitor, again, telemetry)
+            clock, again = make_clock(self.run.device), partial(diagnose, self.train_step, self.batches)
+            self.train_step.timed = clock.computing
+            reporter = StepReporter(self.run, clock, stream, self.monitor, again)
             make = self.run.request.make_tuner
             autotuner = Autotuner(self.run, self.feed, self.monitor, reporter.verdicts)
             tune: Callable[[], None] = make(self, reporter) if make else autotuner.apply
             try:
-                while progress.step < config.stop_step and self._next_step(clock, telemetry, reporter):
+                while progress.step < config.stop_step and self._next_step(clock, reporter):
                     self._record_events(stream)
                     saves = False
                     with clock.pausing():
@@ -134,7 +132,7 @@ class TrainingLoop:
             return None
         return resident
 
-    def _next_step(self, clock: StepClock, telemetry: RankTelemetry, reporter: StepReporter) -> bool:
+    def _next_step(self, clock: StepClock, reporter: StepReporter) -> bool:
         """Run one step, unless the run ends before it; returns whether it was run.  Raises RankError."""
         ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
         dropped = f"step {progress.step + 1} was waiting for data and was dropped; --resume repeats it"
@@ -145,7 +143,7 @@ class TrainingLoop:
                 first = self._next_batch(clock)
         except StreamInterrupted:
             log.info("%s", dropped)
-        if self._stops(clock, telemetry):
+        if self._stops(clock, reporter.telemetry):
             return False
         if first is None:
             assert ranks.failure is not None, "only a stop or a failure ends the wait"

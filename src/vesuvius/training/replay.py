@@ -32,7 +32,7 @@ from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.training.step.conditioner import Conditioner
 from vesuvius.training.step.feed import TrainingFeed
 from vesuvius.training.step.setup import build_network, choose_device, configure_kernels
-from vesuvius.training.step.step import TrainStep, check_initial_weights
+from vesuvius.training.step.step import TrainStep
 from vesuvius.volumes.box import format_box
 
 MicroBatch = tuple[Batch, NDArray[np.int64]]
@@ -104,9 +104,7 @@ def replay(config: Config, step: int, overrides: Sequence[str] = ()) -> Iterator
     newest checkpoint up to the step; one of the step itself also works, because a non-finite step does not change
     them.  Writes nothing.
 
-    Raises:
-        ConfigError: there is no such checkpoint, or its weights do not fit the network.
-        DataError, StorageError: volumes or checkpoint cannot be read.
+    Raises ConfigError: no such checkpoint, or its weights do not fit; DataError, StorageError: data cannot be read.
     """
     directory = run_dir(config).checkpoints
     *_, checkpoint = [None, *(path for path in list_checkpoints(directory) if step_of(path) <= step)]
@@ -119,9 +117,8 @@ def replay(config: Config, step: int, overrides: Sequence[str] = ()) -> Iterator
     configure_kernels(device, config.training)
     if device.type == "cpu":
         torch.set_num_threads(state["torch_threads"])  # the summation order of threads is part of a CPU result
-    network = build_network(config, device)
-    check_initial_weights(network, state["model"])
-    train_step = TrainStep(config, network, Schedule.from_config(config.diffusion, facts.spectrum), device)
+    schedule = Schedule.from_config(config.diffusion, facts.spectrum)
+    train_step = TrainStep(config, build_network(config, device), schedule, device)
     train_step.set_weights(state["model"])
     if train_step.amp == "fp16" and state["scaler"]:
         train_step.scaler.load_state_dict(state["scaler"])

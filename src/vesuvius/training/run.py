@@ -38,7 +38,7 @@ from vesuvius.training.forecast.start_log import log_ranks, startup_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.ranks import SINGLE, Ranks, open_ranks
-from vesuvius.training.ranks.share import RankShare, launched_world_size, rank_share
+from vesuvius.training.ranks.share import launched_world_size, rank_share
 from vesuvius.training.reporting.monitoring import (
     log_killed_session,
     open_metrics,
@@ -68,8 +68,7 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
         ranks: trainer processes of the run, including this one.
         stop: stop request to use; by default a new one for signals and `training.max_hours`.
 
-    Returns:
-        EXIT_OK, or the exit code of a stop (75 for SIGTERM and time, 130 for Ctrl-C).
+    Returns EXIT_OK, or the exit code of a stop (75 for SIGTERM and time, 130 for Ctrl-C).
 
     Raises:
         ConfigError: the run exists and `resume` is false, or it was another experiment.
@@ -91,10 +90,8 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
 
 def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
     """Train as the rank given by the environment, or as a single rank.  Otherwise like `train`."""
-    several = launched_world_size() not in (
-        None,
-        1,
-    )  # a single rank checks later, when Ctrl-C works even if the driver hangs
+    # A single rank checks later, when Ctrl-C works even if the driver hangs.
+    several = launched_world_size() not in (None, 1)
     device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
     with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
         try:
@@ -143,8 +140,7 @@ def _begin(
     if not (resume and existed):
         held.enter_context(directory.locked(new=not resume))
     directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
-    with _run_is_writable(directory):
-        open_log(directory.log)
+    _open_log(directory)
     for level, line in startup_lines(config, checked, ranks.world, lost=resume and existed):
         log.log(level, "%s", line)
     for line in chosen:
@@ -164,9 +160,7 @@ def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
     checked.directory.refuse_other_path(mark)
     _check_kernels(config, ranks)
     directory = checked.directory.of_rank(ranks.rank)
-    with _run_is_writable(directory):
-        directory.make_folders()
-        open_log(directory.log)
+    _open_log(directory)
     close_terminal()  # only rank 0 prints
     log_killed_session(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
@@ -226,16 +220,18 @@ def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
         raise
 
 
-def _run_is_writable(directory: RunDir) -> contextlib.AbstractContextManager[None]:
-    """Turn failures to create files of the run into StorageError."""
-    return storage_errors(f"the run directory {directory.path}", "free some space or choose another folder")
+def _open_log(directory: RunDir) -> None:
+    """Create the folders of a rank's directory and open its log.  Raises StorageError."""
+    with storage_errors(f"the run directory {directory.path}", "free some space or choose another folder"):
+        directory.make_folders()
+        open_log(directory.log)
 
 
 def _train_session(request: Request, checked: Preflight, stop: StopRequest, ranks: Ranks) -> int:
     """Run one session, and record its start and its end in any case."""
     config, directory, device = request.config, checked.directory, choose_device(ranks.local_rank)
-    part = rank_share(config, ranks.rank, ranks.world)
-    log_ranks(config, part)
+    share = rank_share(config, ranks.rank, ranks.world)
+    log_ranks(config, share)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress = Progress()
 
@@ -248,7 +244,8 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
 
         ranks.abort.on_kill = record_kill
         try:
-            train_step = build_step(config, checked, device, part, ranks)
+            schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
+            train_step = TrainStep(config, build_network(config, device), schedule, device, ranks)
             if checked.resumed:
                 progress = restore(checked.resumed, train_step, device)
                 progress.quarantined = without_cleared(progress.quarantined, run_dir(config).quarantine)
@@ -261,7 +258,7 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
                 metrics.write,
                 lambda: (progress.step, config.stop_step),
             )
-            run = RunContext(request, checked, device, session.record, metrics, progress, stop, watchdog, part, ranks)
+            run = RunContext(request, checked, device, session.record, metrics, progress, stop, watchdog, share, ranks)
             _record_start(run)
             session.exit_code = _train(run, train_step)
         except Exception as error:
@@ -278,13 +275,6 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
             ranks.abort.on_kill = None
             record_end(session.exit_code, cause)
     return session.exit_code
-
-
-def build_step(config: Config, checked: Preflight, device: torch.device, part: RankShare, ranks: Ranks) -> TrainStep:
-    """Build the network and its optimizer on the device."""
-    network = build_network(config, device)
-    schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
-    return TrainStep(config, network, schedule, device, part, ranks)
 
 
 def _record_start(run: RunContext) -> None:
@@ -360,10 +350,8 @@ def _reported_error(error: Exception, directory: RunDir) -> Exception:
         return error
     named = error.filename if isinstance(error.filename, str) else ""
     # A failed write names no file: with a disk error it is assumed to be one of the run's.
-    of_run = (
-        error.errno in _DISK_ERRNOS if not named else Path(named).absolute().is_relative_to(directory.path.absolute())
-    )
-    if of_run:
+    in_run = Path(named).absolute().is_relative_to(directory.path.absolute())
+    if in_run if named else error.errno in _DISK_ERRNOS:
         return StorageError(f"Cannot write to {directory.path}: {error}; free some space and continue with --resume")
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)

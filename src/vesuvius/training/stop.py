@@ -27,7 +27,7 @@ _POLL_S = 0.1
 
 
 class StoppedError(Exception):
-    """A stop was requested before there was anything to save."""
+    """A stop was requested, and the work in progress is dropped."""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -128,8 +128,9 @@ def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T
     """Return or raise what `work` does, unless a stop is requested first.
 
     Runs on its own thread, because Python handles signals only in the main thread, and not while it reads from an
-    unresponsive store.  After a stop the thread is abandoned; `command.end_soon` does not wait for it. Raises
-    StoppedError: `stopping()` became true first.
+    unresponsive store.  After a stop the thread is abandoned; `commands/cli.py: end_soon` does not wait for it.
+
+    Raises StoppedError: `stopping()` became true first.
     """
     done = on_thread(work, name="before-the-run")
     while not stopping():

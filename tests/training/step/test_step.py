@@ -260,7 +260,7 @@ def test_an_fp16_overflow_neither_counts_as_bad_nor_resets_the_count() -> None:
     step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
     before = weights(step)
     outcomes.append(good_step(step))
-    assert (outcomes[-1].scale, step.scaler.get_scale()) == (2.0**40, 2.0**39), "skipped, and the scale is halved"
+    assert step.scaler.get_scale() == 2.0**39, "skipped, and the scale is halved"
     assert all(torch.equal(weight, before[name]) for name, weight in weights(step).items())
     step.scaler.update(1024.0)
     outcomes += [bad_step(step), good_step(step)]

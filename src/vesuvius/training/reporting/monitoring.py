@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
     """Memory limits of a run; `ranks_here`: its ranks on this machine."""
-    monitor = config.monitor
+    monitor, ray_share = config.monitor, None
+    if config.training.workers:
+        ray_share = ray_share_from_environment(os.environ, ray_memory(sample_system(os.getpid()))[1])
     return MemoryPolicy(
-        ray_share=ray_share_from_environment(os.environ, ray_memory(sample_system(os.getpid()))[1])
-        if config.training.workers
-        else None,
+        ray_share=ray_share,
         configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
         exit_at=monitor.exit_at,
         ranks_here=ranks_here,

@@ -104,7 +104,7 @@ class LaunchedStep:
 class StepReporter:
     """Logs steps once the device has finished them, judges bottlenecks, and diagnoses non-finite steps.
 
-    `diagnose` recomputes a step to find where it stops being finite; `telemetry` receives the times of each step.
+    `diagnose` recomputes a step to find where it stops being finite.
     """
 
     def __init__(
@@ -114,14 +114,13 @@ class StepReporter:
         stream: PatchStream,
         machine: Monitor,
         diagnose: Callable[[Sequence[MicroBatch]], Diagnosis],
-        telemetry: RankTelemetry,
     ) -> None:
         self._run = run
         self._clock = clock
         self._stream = stream
         self._machine = machine
         self._diagnose = diagnose
-        self._telemetry = telemetry
+        self.telemetry = RankTelemetry(run)
         self.verdicts = Verdicts(run, stream, machine)
         self._launched: deque[LaunchedStep] = deque()
         self._reported = 0
@@ -135,9 +134,7 @@ class StepReporter:
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
 
-        Raises:
-            NonFiniteError: `max_nonfinite` steps in a row were not finite.
-            RankError: sums of these steps were aborted.
+        Raises NonFiniteError: `max_nonfinite` steps in a row were not finite; RankError: their sums were aborted.
         """
         finished = self._clock.finished(wait)
         self._run.ranks.check_sums()
@@ -146,8 +143,7 @@ class StepReporter:
 
     @property
     def longest_step_s(self) -> float:
-        """Longest recent step without its pause, in seconds; 0 until the second step, as the first includes starting
-        readers."""
+        """Longest recent step without its pause, in seconds; 0 until the second one: the first starts the readers."""
         return max(list(self._work_s)[-_RECENT_STEPS:], default=0.0)
 
     def finish(self) -> None:
@@ -166,7 +162,7 @@ class StepReporter:
         log.info(step_line(record), extra={"status": status_line(record, bottleneck)})
         run.metrics.write("step", **record)
         self.verdicts.add(launched.step, times, self._vram())
-        self._telemetry.times = launched.step, times
+        self.telemetry.times = launched.step, times
         if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
 
@@ -237,7 +233,7 @@ class StepReporter:
             "worker_max_bytes": max(peaks, default=None) if self._stream.options.workers else None,
             "eta_s": progress.time_left(config, self._run.stop.time_left_s()),
             "ranks": self._run.share.world,
-            "slowest_rank": self._telemetry.slowest,  # of the previous step
+            "slowest_rank": self.telemetry.slowest,  # of the previous step
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
             **_parts(times),
             "ram_used_bytes": ram_used_bytes,

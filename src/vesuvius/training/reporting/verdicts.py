@@ -38,9 +38,7 @@ _MIN_TIMED_STEPS = 2
 _RATES_EVERY_S = 5.0
 # Fields summed over a window, of `StepTimes` and `ReaderStats`; and settings of a verdict.
 _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
-_SWITCHES = (
-    "amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps"
-)  # fmt: skip
+_SWITCHES = ("amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps")
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 
@@ -101,8 +99,7 @@ class Verdicts:
             self._judge()
 
     def _is_read_ahead(self, step: int, times: StepTimes) -> bool:
-        """Whether a step may have used data read in advance while the trainer started, hiding the current reading
-        speed.
+        """Whether a step may use data read while the trainer started, which hides the current reading speed.
 
         Ends once the batches ahead ran out, or as many blocks as can be ahead have arrived.
         """
@@ -151,8 +148,7 @@ class Verdicts:
             self._gpu_busy.append(busy)
 
     def _window(self) -> Window:
-        """Figures of these steps.  Each rank counts its share of the node's cores, because all follow the verdict's
-        advice."""
+        """Figures of these steps.  Each rank counts its share of the node's cores: all follow the verdict's advice."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_stats
         ranks_here = self._run.ranks.local_world
         sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}

@@ -13,20 +13,18 @@ from vesuvius.stream.start.prepare import IntensityRange
 
 
 class Conditioner:
-    """Converts the stored condition voxels of a batch to network input.
+    """Converts the stored condition voxels of a batch to network input on `device`.
 
     Args:
         labels: stored label value of each class; None: conditions are grey values.
         greys: grey range of each volume's condition; empty for labels and without conditions.
-        device: device of the model.
     """
 
     def __init__(self, labels: Sequence[int] | None, greys: Sequence[IntensityRange], device: torch.device) -> None:
         self._labels, self._scales, self._device = labels, intensity_scales(greys), device
 
     def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
-        """Condition channels of a batch.  `raw`: [B, 1, Z, Y, X] in the stored dtype, or None; `volumes`: volume of
-        each sample."""
+        """Condition channels of a batch, given its stored voxels [B, 1, Z, Y, X], if any, and the samples' volumes."""
         if raw is None:
             return None
         raw = raw.to(self._device)

@@ -17,7 +17,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
@@ -32,10 +31,8 @@ class Muon(torch.optim.AdamW):
     """Fused AdamW whose groups with `orthogonal: True` step by orthogonalized Nesterov momentum.
 
     The update is scaled to the size of AdamW's, so one learning rate and one weight decay serve both.  A step with the
-    flag `found_inf` set changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
-
-    Args:
-        ranks: ranks that share the iteration; gradients and weights are the same on all.
+    flag `found_inf` set changes nothing.  `ranks`, with equal gradients and weights, share the iteration.  Sources:
+    Jordan et al. 2024; Liu et al. 2025 for the scale.
     """
 
     def __init__(self, groups: list[dict[str, Any]], ranks: Ranks = SINGLE, **options: Any) -> None:
@@ -101,8 +98,7 @@ class Muon(torch.optim.AdamW):
                 if ranks.world > 1:
                     mine, factors = factors, factors.new_zeros(ranks.world * each, group.side, group.side)
                     factors[ranks.rank * each : (ranks.rank + 1) * each] = mine
-                    work: dist.Work = dist.all_reduce(factors, async_op=True)  # exact: the other ranks add zeros
-                    ranks.wait_for(work)
+                    ranks.sum(factors)  # exact: the other ranks add zeros
                 factors = factors[: group.size] * scales[group.first : group.first + group.size, None, None]
                 torch.set_float32_matmul_precision(coarse)
                 _write_products(group, factors, matrices, directions)
@@ -216,11 +212,7 @@ def _write_products(group: _Side, factors: Tensor, matrices: Tensor, products: T
 
 
 def polynomial_of(squares: Tensor) -> Tensor:
-    """P of matrices X of norm 1, given X X^T: P X is X with singular values close to 1.  Pure.
-
-    Args:
-        squares: float32 [K, M, M].
-    """
+    """P of matrices X of norm 1, given X X^T, float32 [K, M, M]: P X is X with singular values close to 1.  Pure."""
     a, b, c = _COEFFICIENTS
     product = torch.empty(0)
     for iteration in range(_ITERATIONS):

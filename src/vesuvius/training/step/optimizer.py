@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vesuvius.config import TrainingConfig
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.muon import Muon
+
+log = logging.getLogger(__name__)
 
 _BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
@@ -62,15 +63,10 @@ def _is_kernel(weight: Tensor) -> bool:
     return weight.ndim == _KERNEL_AXES and len(weight) > 1
 
 
-log = logging.getLogger(__name__)
-
-
 class MovingAverage:
     """Exponential moving average of the weights in float32, with decay min(decay, (1 + n) / (10 + n)) at update n.
 
-    Attributes:
-        weights: by parameter name.
-        updates: number of updates so far, on the device.
+    `weights` are by parameter name; `updates`, their number so far, is on the device.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
@@ -134,19 +130,18 @@ class GradientSync:
     The network is on its device with the same weights on all ranks; call `forward` in its place.
     """
 
-    def __init__(self, network: nn.Module, part: RankShare, ranks: Ranks) -> None:
-        self._network, self._part, self._ranks = network, part, ranks
+    def __init__(self, network: nn.Module, global_batch: int, ranks: Ranks) -> None:
+        self._network, self._global_batch, self._ranks = network, global_batch, ranks
         self._pending: list[dist.Work] = []
         self._parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
-        if part.world > 1:
+        if ranks.world > 1:
             self._parallel = DistributedDataParallel(network, gradient_as_bucket_view=True)
             self._parallel.register_comm_hook(None, lambda state, bucket: self._start_sum(bucket))
             self.forward = self._parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Context for the forward and backward pass of a micro-batch; gradients are exchanged in the last one of a
-        step.
+        """Context for the passes of a micro-batch; in the `last` of a step gradients are exchanged.
 
         If none was the last, `wait` exchanges them: until then a rank can restart the step on its own.
         """
@@ -165,14 +160,14 @@ class GradientSync:
     @property
     def parallel(self) -> bool:
         """Whether there are other ranks."""
-        return self._part.world > 1
+        return self._parallel is not None
 
     def gather(self, losses: Sequence[Tensor]) -> Tensor:
         """Losses of all samples in the order of the global batch, float32 [G], given those of this rank."""
         own = torch.cat(list(losses))
-        gathered = own.new_zeros(self._part.global_batch)
-        gathered[self._part.rank :: self._part.world] = own
-        self._ranks.wait_for(self._sum(gathered))
+        gathered = own.new_zeros(self._global_batch)
+        gathered[self._ranks.rank :: self._ranks.world] = own
+        self._ranks.sum(gathered)
         return gathered
 
     def _sum(self, tensor: Tensor) -> dist.Work:

@@ -59,10 +59,7 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
 
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
-    """List the distinct convolutions of a network for `batch` patches, in forward order.
-
-    Runs the network on the meta device, without allocating memory.
-    """
+    """List the distinct convolutions of a network for `batch` patches, in forward order, without allocating memory."""
     network, seen = build_meta_network(config), dict[Convolution, None]()
 
     def record(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
@@ -83,9 +80,8 @@ def convolution_errors(
 ) -> dict[str, float]:
     """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
 
-    Returns:
-        Relative error (norm of the difference over the norm of the float32 result) of the output and of the
-        gradients of input, weight and bias.
+    Returns the relative error (norm of the difference over the norm of the float32 result) of the output and of the
+    gradients of input, weight and bias.
     """
     generator = torch.Generator(device).manual_seed(2)
 

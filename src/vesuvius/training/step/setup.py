@@ -71,8 +71,7 @@ def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.devic
 
 
 def uses_channels_last(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether weights and activations are channels last: auto = on a GPU with 16-bit autocast, whose cuDNN kernels need
-    it."""
+    """Whether weights and activations are channels last: auto = if 16-bit cuDNN kernels, which need it, are used."""
     if config.channels_last != "auto":
         return config.channels_last
     return device.type == "cuda" and resolve_amp(config.amp, device) != "off"

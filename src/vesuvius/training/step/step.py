@@ -26,7 +26,6 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.intensity import to_device
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.ranks.share import RankShare, rank_share
 from vesuvius.training.step.optimizer import GradientSync, MovingAverage, average_decays, load_averages, make_optimizer
 from vesuvius.training.step.setup import autocast, is_compiled, resolve_amp
 
@@ -43,7 +42,6 @@ class StepOutcome:
     overflowed: bool  # fp16 gradient overflow: step skipped, scale halved; normal now and then
     # non-finite steps since the last applied one, including this one; an overflow neither counts nor resets the count
     nonfinite_in_a_row: int
-    scale: float  # fp16 loss scale; 1 without fp16
 
 
 class PendingOutcome:
@@ -66,9 +64,8 @@ class PendingOutcome:
 
     def read(self) -> StepOutcome:
         """The outcome.  On a GPU valid only after an event recorded after `TrainStep.apply`."""
-        loss, grad_norm, finite, applied, overflowed, in_a_row, scale, *losses = self._figures.tolist()
-        flags = bool(finite), bool(applied), bool(overflowed)
-        return StepOutcome(loss, tuple(losses), grad_norm, *flags, int(in_a_row), scale)
+        loss, grad_norm, finite, applied, overflowed, in_a_row, *losses = self._figures.tolist()
+        return StepOutcome(loss, tuple(losses), grad_norm, bool(finite), bool(applied), bool(overflowed), int(in_a_row))
 
 
 class TrainStep:
@@ -88,7 +85,6 @@ class TrainStep:
         network: nn.Module,
         schedule: Schedule,
         device: torch.device,
-        part: RankShare | None = None,
         ranks: Ranks = SINGLE,
     ) -> None:
         self._config = config
@@ -96,7 +92,7 @@ class TrainStep:
         self._device = device
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
-        self._sync = GradientSync(self.network, part or rank_share(config, 0, 1), ranks)
+        self._sync = GradientSync(self.network, config.global_batch, ranks)
         self._forward: nn.Module = self._sync.forward
         self.optimizer = make_optimizer(self.network, config.training, ranks)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
@@ -186,7 +182,7 @@ class TrainStep:
             self.scaler.update()
         for average in self.averages.values():
             average.update(applied)
-        scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
+        scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row]
         result = PendingOutcome(scalars, self._losses)
         self.drop()
         self.updating = False  # only now: the allocations above may fail before the step is counted
@@ -262,8 +258,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict` of a run with any number of ranks; hyperparameters such as weight decay come from the
-        config."""
+        """Restore `state_dict` of a run with any number of ranks; hyperparameters come from the config."""
         self.network.load_state_dict(state["model"])
         moments, own = state["optimizer"], self.optimizer.state_dict()["param_groups"]
         groups = [mine | {"params": saved["params"]} for mine, saved in zip(own, moments["param_groups"], strict=True)]

@@ -19,6 +19,7 @@ from vesuvius.diffusion.estimate import Denoise, generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.files import write_atomically
+from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation.pictures import (
     MontageCell,
     ScaleBar,
@@ -46,10 +47,6 @@ _FIGURES = ("air", "means_std", "planarity")  # of a `Texture`
 _DISTANCES = (histogram_distance, correlation_distance, spectrum_distance_db)
 
 
-class _StopWantedError(Exception):
-    """Leaves the sampler."""
-
-
 def make_preview(
     config: Config,
     run: Path,
@@ -72,14 +69,13 @@ def make_preview(
         voxel_size_um: edge lengths (z, y, x) for the scale bar, if known and equal in all volumes.
         stop: polled after each sampling step; if it returns True, nothing is written and None is returned.
 
-    Returns:
-        Fields of the record: picture (relative to the run), the figures of both sets and their distances, NaN if
-        generated values are not finite; the log then has a warning.
+    Returns picture (relative to the run), figures of both sets and their distances; with a warning in the log, NaN if
+    generated values are not finite.
     """
 
     def stop_if_wanted(step: int, x: Tensor) -> None:
         if stop():
-            raise _StopWantedError
+            raise StoppedError
 
     def draw(row: int, with_condition: bool = True) -> NDArray[np.float32]:
         """Model values [Z, Y, X], generated from the condition of that patch of the reference or without it."""
@@ -112,7 +108,7 @@ def make_preview(
         columns |= {given: shown, name: generated} if shown else {name: generated}
         if shown and config.diffusion.condition_dropout > 0:
             columns[f"generated without {given}"] = without = [draw(row, with_condition=False) for row in rows]
-    except _StopWantedError:
+    except StoppedError:
         return None
     both = {"generated": measure_texture(generated), "real": measure_texture(real)}
     if nonfinite := both["generated"].nonfinite:

@@ -24,9 +24,7 @@ from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.loader.device import model_values
-from vesuvius.loader.intensity import intensity_scales, to_device
-from vesuvius.plan.plan import Augmentation
+from vesuvius.loader.intensity import intensity_scales, normalised, to_device
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
@@ -42,7 +40,7 @@ _LEAST, _MOST, _VOXELS = 16, 64, 2**25  # patches for the spectrum, and their ap
 class Reference:
     """Real patches that stay fixed for a run, held in host memory in their stored dtype.
 
-    Rows are patch indices in any order, possibly repeated: 0 ... len - 1, or those of a rank's share.  `device` is that
+    Rows are patch indices in any order, possibly repeated: 0 to len - 1, or those of a rank's share.  `device` is that
     of the conditioner.  `held_out` tells whether training never sees the patches.
     """
 
@@ -62,8 +60,8 @@ class Reference:
 
     def x_0(self, rows: Sequence[int]) -> Tensor:
         """Model values of these patches: float32 [len(rows), 1, Z, Y, X] on the device.  Not clipped."""
-        patches = self._raw(self._fixed.patches, rows)
-        return model_values(patches, [Augmentation()] * len(rows), self._scales[self._volumes(rows)])
+        patches = self._raw(self._fixed.patches, rows).unsqueeze(1)
+        return normalised(patches, self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
         """Condition input for these patches, on the device."""
@@ -96,8 +94,7 @@ def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRan
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
     scales = intensity_scales(greys.volumes)[list(found.volumes)]
-    values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
-    return Spectrum.of(values[:, 0]).augmented(**dict(config.augment))
+    return Spectrum.of(normalised(torch.from_numpy(found.patches), scales)).augmented(**dict(config.augment))
 
 
 @dataclass(frozen=True)
@@ -185,8 +182,7 @@ def validate(
         stop: polled before each batch; None is returned if it becomes true on any rank.
         ranks: ranks that share the batches; all call this and get the same result, bit-identical to one rank's.
 
-    Raises:
-        RankError: another rank failed.
+    Raises RankError: another rank failed.
     """
     patches = config.training.validate_patches
     assert HEADLINE in denoisers, list(denoisers)
