@@ -156,7 +156,7 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
 
 def _suggest(path: KeyPath) -> str:
     """Suggest the most similar key, also by the name that it had, in full if it is in another section.  Pure."""
-    section, wanted = dotted(path[:-1], index="[]"), str(path[-1])
+    section, wanted = "".join("[]" if isinstance(step, int) else f".{step}" for step in path[:-1])[1:], str(path[-1])
     homes: dict[str, str] = {}
     for known in (*(key for key, _ in iter_keys()), *(key for key in RENAMED if "=" not in key)):
         home, _, name = known.rpartition(".")
@@ -202,11 +202,9 @@ def schema_at(path: KeyPath) -> JsonSchema:
     return schema
 
 
-def dotted(path: KeyPath, index: str | None = None) -> str:
-    """Return `data.volumes.0.path`, or with `index` in place of numbers `data.volumes[].path`."""
-    if index is None:
-        return ".".join(map(str, path)) or "the top level"
-    return "".join(index if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+def dotted(path: KeyPath) -> str:
+    """Return `data.volumes.0.path`."""
+    return ".".join(map(str, path)) or "the top level"
 
 
 def show(value: object) -> str:

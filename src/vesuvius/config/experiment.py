@@ -175,14 +175,9 @@ def trial_config(
     config: Config, name: str, training: Mapping[str, Any], monitor: Mapping[str, Any] | None = None, **keys: Any
 ) -> Config:
     """Return the config of a trial run: a fresh start, no checkpoints, no trackers, no volumes in memory (its readers
-    are measured).
+    are measured); `training`, `monitor` and `keys` of the top level are further changes.
 
-    Args:
-        training, monitor: further changes in these sections.
-        keys: further changes at the top level.
-
-    Raises:
-        ValidationError: the changes contradict other keys.
+    Raises ValidationError: the changes contradict other keys.
     """
     changed = quiet(config).model_dump() | {"name": name} | keys
     changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None, "autotune": "off"}

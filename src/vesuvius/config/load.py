@@ -46,10 +46,10 @@ _NONE: Mapping[str, str] = {}
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NONE) -> Config:
-    """Read a YAML file and those it extends, apply variables and overrides, and validate.
+    """Read a YAML file and those it extends, apply variables, then overrides in order, and validate.
 
     Args:
-        overrides: `training.lr=1e-4`, applied last, in order.
+        overrides: `training.lr=1e-4`.
         environment: variables: `VESUVIUS_TRAINING__WORKERS=4` is `training.workers=4`.
 
     Raises ConfigError with one line per problem, each with the file and line, variable or override it comes from.
@@ -158,9 +158,8 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that set config keys, sections first.  Pure.
-
-    Excludes those that Kubernetes adds for Services named `vesuvius` or `vesuvius-...`.
+    """Return the variables that set config keys, sections first, without those that Kubernetes adds for Services named
+    `vesuvius` or `vesuvius-...`.  Pure.
     """
     services = [name.removesuffix(_OF_SERVICES) for name in environment if name.endswith(_OF_SERVICES)]
     foreign = tuple(f"{service}{part}" for service in services for part in ("_SERVICE_", "_PORT"))

@@ -37,8 +37,7 @@ def resolve_ranks(request: Request, launched: int | None) -> Request:
 
     A resumed run keeps the number that it began with, and so its effective batch, however many ranks run now.
 
-    Raises:
-        ConfigError: the run uses a cluster, whose GPUs cannot be counted.
+    Raises ConfigError: the run uses a cluster, whose GPUs cannot be counted.
     """
     config = request.config
     if config.training.ranks != "auto":

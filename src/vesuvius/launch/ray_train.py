@@ -113,8 +113,7 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
     """Return the resources that a rank reserves on a node, including the cores of its readers: otherwise Ray would put
     more ranks on a node than its cores can feed.
 
-    Raises:
-        ConfigError: ranks and readers do not fit; Ray would wait for more nodes.
+    Raises ConfigError: ranks and readers do not fit; Ray would wait for more nodes.
     """
     least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
     needs = {"CPU": 1.0 + (workers if readers_are_local(config.cluster, world=2) else 0)}
@@ -137,12 +136,9 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
     Args:
         job: `request`; `folder` of the shared files; working `directory`; `began`, the start time of the command.
 
-    Returns:
-        The exit code, and the error if it is not in the run's log.
+    Returns the exit code, and the error if it is not in the run's log.
 
-    Raises:
-        RankLostError: another rank is gone; Ray Train then restarts all ranks.
-        Exception: any other error that a restart may fix, of a GPU or the network; Ray Train also restarts all ranks.
+    Raises what a restart of all ranks by Ray Train may fix: RankLostError, and errors of a GPU or the network.
     """
     logger, ended, folder = logging.getLogger("vesuvius"), threading.Event(), job["folder"]
     logger.setLevel(logging.INFO)

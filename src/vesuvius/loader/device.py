@@ -46,8 +46,7 @@ class PatchBatch:
 
 
 class DeviceFeed:
-    """Opens a stream and delivers its batches on `device`, normalised by `ranges` (one per volume), or as stored if
-    there are none."""
+    """Delivers a stream's batches on `device`, normalised by `ranges` (one per volume), or as stored without any."""
 
     def __init__(
         self, device: torch.device, options: StreamOptions, job: ReaderJob, ranges: Sequence[IntensityRange]
@@ -86,8 +85,7 @@ class DeviceFeed:
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Reconfigure the stream (see `PatchStream.reconfigure`) and the ring, between two batches.
 
-        Raises:
-            ConfigError: not possible; stream and ring are unchanged.
+        Raises ConfigError: not possible; stream and ring are unchanged.
         """
         if self._ring is None:
             self.stream.reconfigure(**changes)
@@ -122,10 +120,7 @@ class DeviceFeed:
         return self._augmented(batch, *(tensor.to(self.device) for tensor in _tensors(batch)))
 
     def copy(self, tensors: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
-        """Copy pinned host tensors to a GPU while it computes; kernels launched afterwards wait for them.
-
-        On a CPU, returns the tensors.
-        """
+        """Copy pinned host tensors to a GPU while it computes; later kernels wait.  On a CPU nothing is copied."""
         if self.device.type != "cuda":
             with clock.copying():
                 return list(tensors)
@@ -164,10 +159,7 @@ def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDA
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:
-    """Mirror and rotate each patch [B, Z, Y, X] by its own augmentation.
-
-    Moves voxels without changing them: any dtype, any device.
-    """
+    """Mirror and rotate each patch [B, Z, Y, X], of any dtype, by its own augmentation; moves voxels, changes none."""
     if all(augmentation == Augmentation() for augmentation in augmentations):
         return patches
     out = torch.empty_like(patches)

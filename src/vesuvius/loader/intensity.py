@@ -30,7 +30,7 @@ def intensity_scales(ranges: Sequence[IntensityRange]) -> NDArray[np.float64]:
 
 
 def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
-    """Return (raw - low) / half - 1, each sample with its own scale.
+    """Return (raw - low) / half - 1 in float32, each sample with its own scale, within a few roundings of float32.
 
     Subtracts low before any rounding, so that a narrow range far from 0 keeps its resolution.  Dtypes that float32
     cannot represent are computed in float64, and small differences of 8-byte integers in integers.
@@ -38,9 +38,6 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     Args:
         raw: [B, ...] in any stored dtype.
         scales: `intensity_scales` of each sample's volume, float64 [B, 2].
-
-    Returns:
-        float32 of the shape of `raw`, on its device; within a few roundings of float32.
     """
     low, half = scales.T
     exact, long = raw.dtype in _EXACT, raw.dtype in (torch.int64, torch.uint64)

@@ -169,8 +169,7 @@ class PatchLoader(Iterable[PatchBatch]):
         The samples continue also with another batch size, length or number of ranks; if the epoch would be over by
         then, the next one begins.
 
-        Raises:
-            ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
+        Raises ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
         """
         check_state(state, self._job)
         in_epoch = to_integer("in_epoch of a state", state.get("in_epoch", 0), 0)

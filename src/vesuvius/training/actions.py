@@ -32,11 +32,7 @@ _READERS_AT_ONCE = 2
 
 
 class GuardActions:
-    """Executes the orders of the memory guard.
-
-    Attributes:
-        reason: why the guard ended the run, or None.
-    """
+    """Executes the orders of the memory guard; `reason` says why it ended the run, or is None."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run

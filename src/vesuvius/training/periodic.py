@@ -23,10 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class PeriodicTasks:
-    """Validates on all ranks together, and on rank 0 makes previews and saves.
-
-    `reference` is None if the config has neither validation nor previews.
-    """
+    """Validates on all ranks together, and on rank 0 makes previews and saves; without either, `reference` is None."""
 
     def __init__(
         self, run: RunContext, train_step: TrainStep, reference: Reference | None, writer: CheckpointWriter
@@ -61,10 +58,7 @@ class PeriodicTasks:
             self.save()
 
     def rehearse(self) -> None:
-        """Validate and save regardless of the schedule, so that memory reaches its peak.
-
-        Raises StorageError: the checkpoint cannot be written.
-        """
+        """Validate and save regardless of the schedule, so that memory reaches its peak.  Raises StorageError."""
         if self._reference is not None and self._reference.held_out and self._run.ranks.is_main:
             self._validate()
         if (failure := self.save_last()) is not None:

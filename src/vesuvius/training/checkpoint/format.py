@@ -98,9 +98,8 @@ def load_weights_file(path: Path) -> dict[str, Tensor]:
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest intact checkpoint, or None if there are no checkpoints.  Warns about damaged ones that it skips.
 
-    Raises:
-        StorageError: all are damaged, one is not readable or from another version, or they are deleted faster than they
-            can be read.
+    Raises StorageError: all are damaged, one is not readable or from another version, or they are deleted faster than
+    they can be read.
     """
     for _ in range(_MAX_TRIES):
         listed = list_checkpoints(directory)
@@ -173,9 +172,7 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
             file in one.
         asked: option name for messages.
 
-    Raises:
-        ConfigError: there is no such run or checkpoint, or the run has no checkpoint yet.
-        StorageError: no intact checkpoint, a damaged manifest, or no read permission.
+    Raises ConfigError: no such run or checkpoint, or none yet; StorageError: none intact, or no read permission.
     """
     named = [runs_root() / given] if given.name == str(given) else []
     with permission_checked():

@@ -64,10 +64,7 @@ class Progress:
         self.sample_index += samples
 
     def align_to_ranks(self, ranks: int, global_batch: int) -> None:
-        """Skip to the next global batch if the ranks cannot share the next samples.
-
-        This can happen after sessions with another effective batch.
-        """
+        """Skip to the next global batch if the ranks cannot share the next samples, as after another batch size."""
         if self.sample_index % ranks:
             before, self.sample_index = self.sample_index, -(-self.sample_index // global_batch) * global_batch
             log.warning(
@@ -116,8 +113,7 @@ class Progress:
         self._reported.append((step, time.monotonic()))
 
     def time_left(self, config: Config, limit_s: float | None = None) -> float | None:
-        """Seconds from the last reported step to the final one, at most `limit_s` (until `max_hours`); None before the
-        third step.
+        """Seconds from the last reported step to the final one, at most `limit_s`; None before the third step.
 
         Follows the mean pace of the last thousand steps, including the validations, previews and saves between them.
         """

@@ -78,9 +78,8 @@ def is_finished(checkpoint: Path, config: Config) -> bool:
 def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> ResumePoint:
     """Read a verified checkpoint and compare its experiment with the requested one.
 
-    Raises:
-        ConfigError: the order of samples, the model or the meaning of the weights has changed without `allow_drift`, or
-            the weights do not fit the network.  Lists the differences.
+    Raises ConfigError, with the differences: the order of samples, the model or the meaning of the weights has changed
+    without `allow_drift`, or the weights do not fit the network.
     """
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))

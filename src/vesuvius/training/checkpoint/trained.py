@@ -90,8 +90,7 @@ class DataFacts:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], path: Path) -> Self:
-        """Inverse of `state_dict`.  Raises StorageError: the state, read from `path`, is from a version that stored
-        less."""
+        """Inverse of `state_dict`.  Raises StorageError: the state, read from `path`, is of an earlier version."""
         volumes = []
         try:
             for stored in state["volumes"]:
@@ -157,12 +156,7 @@ class InitialWeights:
 
 
 class Denoiser:
-    """A trained network on a device, as a `Denoise`.
-
-    Attributes:
-        amp: autocast dtype.
-        parameters: number of weights.
-    """
+    """A trained network on a device, as a `Denoise`, with its autocast dtype `amp` and number of `parameters`."""
 
     def __init__(self, info: CheckpointInfo, weights: str, schedule: Schedule, device: torch.device) -> None:
         """Reads the weights.  Raises like `load_weights`, and StorageError if they belong to another network."""
@@ -187,14 +181,9 @@ class Denoiser:
 
 
 def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> CheckpointInfo:
-    """Read what a checkpoint was trained on, and its config with overrides.
+    """Read what a checkpoint was trained on, and its config with overrides (`key.path=value`).
 
-    Args:
-        overrides: `key.path=value`, applied to the stored config.
-
-    Raises:
-        ConfigError: the overrides do not fit the config.
-        StorageError: the state cannot be read.
+    Raises ConfigError: the overrides do not fit the config; StorageError: the state cannot be read.
     """
     state = load_state(checkpoint / STATE, mmap=True)
     try:
@@ -209,11 +198,8 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     """Weights of an average ("ema", "ema_0.999") or of the last step ("model"), by name, on the CPU.
 
-    Reads and checks the whole file.
-
-    Raises:
-        ConfigError: the checkpoint has no such weights.
-        StorageError: the file is missing, unreadable or was changed.
+    Reads and checks the whole file.  Raises ConfigError: the checkpoint has no such weights; StorageError: the file is
+    missing, unreadable or was changed.
     """
     check_weights(checkpoint, weights)
     path = checkpoint / _file_of(weights)
@@ -238,9 +224,7 @@ def read_initial_weights(given: Path) -> InitialWeights:
     Args:
         given: as for `find_checkpoint`, or any `.safetensors` file.
 
-    Raises:
-        ConfigError: there are no weights.
-        StorageError: the weights are damaged.
+    Raises ConfigError: there are no weights; StorageError: they are damaged.
     """
     with permission_checked():
         alone = given.suffix == ".safetensors" and given.is_file()

@@ -262,8 +262,9 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
 
 
 def _workers(config: Config, data: PreparedData, remote: bool) -> int:
-    """Number of readers, at most the configured one.  0 if threads of the trainer read as fast (on two cores, or if the
-    volume soon fits into memory), as Ray needs memory and time to start."""
+    """Number of readers, at most the configured one; 0 if threads of the trainer read as fast (on two cores, or if the
+    volume soon fits into memory), as Ray needs memory and time to start.
+    """
     if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
         return 0
     if resident_bytes(config, data) and data.plan.is_small:

@@ -111,8 +111,9 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory to reorder input and output of the largest convolution.  oneDNN does (including it, float32
-        peaks agree to 0.1 %); cuDNN, which prefers 16-bit channels-last, is assumed to."""
+        """Memory to reorder input and output of the largest convolution, as oneDNN does (with it, float32 peaks agree
+        to 0.1 %); cuDNN, which prefers 16-bit channels-last, is assumed to.
+        """
         return max(self.convolution_bytes, default=0)
 
     @property
@@ -127,15 +128,12 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = None) -> MemoryPlan:
-    """Trace one training step of `config`.
-
-    Takes a few seconds for a new network but no memory; needs no GPU and touches no global generator.  Plans the eager
-    step, also with `training.compile`.
+    """Trace one training step of `config`, as computed eagerly: seconds for a new network, but no memory and no GPU.
 
     Args:
         amp: None = that of this machine's GPU; without one, of a large GPU: `auto` is bf16, channels last.
 
-    Raises ConfigError: a tensor would reach 2^31 elements.  Opens no volume.
+    Raises ConfigError: a tensor would reach 2^31 elements.
     """
     batch = batch or config.training.micro_batch
     build_meta_network(config).check_size(batch, config.data.patch_size)
@@ -146,7 +144,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
 def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
     """Return the largest micro-batch that fits `vram_bytes`, including the reserve; 0 = not even one patch.
 
-    Limited by 2^31 elements per tensor and `LARGEST_PLANNED_BATCH`.  `accumulate_steps` is unchanged.
+    Limited by 2^31 elements per tensor and `LARGEST_PLANNED_BATCH`.
     """
     step = traced_step(config, amp)
     batches = range(1, min(max_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
@@ -227,10 +225,8 @@ class TracedStep:
         """Plan of one micro-batch, counting its own operations only."""
         footprint = self._footprint
         with self.entered() as step:
-            if (
-                self._config.training.accumulate_steps > 1
-            ):  # gradients of earlier micro-batches are live during the forward pass
-                _give_gradients(step)
+            if self._config.training.accumulate_steps > 1:
+                _give_gradients(step)  # of earlier micro-batches, live during the forward pass
             footprint.restart()
             self.accumulate(batch)
             # Without the update: Muon's products (below 3 % for a large model) occur once per step only.
@@ -335,10 +331,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
 
 def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
-    """Dense peak of a GPU by its CUDA name; None if unknown.  Pure.
-
-    `tf32`: whether float32 convolutions may use tensor cores.
-    """
+    """Dense peak of a GPU by its CUDA name; None if unknown.  `tf32`: float32 convolutions may use tensor cores."""
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
     if peaks is None:
         return None
@@ -350,8 +343,7 @@ def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
 def seconds_at_peak(config: Config, device: torch.device, share: RankShare) -> float | None:
     """Duration of a rank's share of a step at the device's peak; None if the peak is unknown.
 
-    Only the model's own work counts: recomputed blocks count once, the optimizer's matrix products not at all.  Takes
-    seconds if the step has not been traced before.
+    Only the model's own work counts: recomputed blocks count once, the optimizer's matrix products not at all.
     """
     if device.type != "cuda":
         return None

@@ -59,8 +59,9 @@ def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBat
 
 
 def device_memory_bytes(config: Config, device: torch.device) -> int:
-    """Device memory available to a rank, including CUDA's own share: what other programs leave of its GPU, or its share
-    of the host's limit."""
+    """Memory available to a rank: what other programs leave of its GPU, including CUDA's own share, or its share of the
+    host's limit.
+    """
     if device.type == "cpu":
         return ram_limit(config.monitor.ram_limit_gib).limit_bytes // num_local_ranks(config)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -72,8 +73,7 @@ def resolve_micro_batch(
 ) -> tuple[Config, list[str]]:
     """Replace `auto` by numbers and return a log line; a config without `auto` is returned unchanged.
 
-    Args:
-        available_bytes, gpu: as for `fit_micro_batch`; None = this machine's device.
+    Arguments are those of `fit_micro_batch`; None = this machine's device.
     """
     if config.training.train_batch_size != "auto":
         return config, []

@@ -95,9 +95,7 @@ def preflight(
     ranks_here: int = 1,
     known: DataFacts | None = None,
 ) -> Preflight:
-    """Check config, torch, volumes, split, plan, intensities, memory and disk space.
-
-    Writes nothing except chunks into the disk cache.
+    """Check config, torch, volumes, split, plan, intensities, memory and disk space; only fills the disk cache.
 
     Args:
         resume: the run may exist.
@@ -159,11 +157,7 @@ def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
 
 
 def config_warnings(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
-    """Permitted but probably unintended settings, one line each, for `world` ranks.  Pure.
-
-    Args:
-        cores: cores available to readers on this machine.
-    """
+    """Permitted but probably unintended settings, one line each, for `world` ranks and `cores` for readers.  Pure."""
     diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
     if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(

@@ -1,8 +1,7 @@
 """Memory plan of a run for dry run, doctor, init and tune, and the advice after the GPU ran out of memory.
 
-GPU memory comes from tracing a step (`memory_plan.py`); host memory is that of readers, object store, Ray and trainer.
-What follows from the config is computed; the base memory of empty processes was measured once
-(`tools/bench/ram_plan.py` compares the sum with real runs).
+GPU memory comes from tracing a step (`memory_plan.py`); host memory is that of readers, object store, Ray and trainer,
+computed from the config and the base memory of empty processes (`tools/bench/ram_plan.py` compares it with real runs).
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """Report lines: host memory by owner, and GPU memory."""
-        owners = ", ".join(
-            f"{o} {format_size(self.owner_bytes(o))}" for o in dict.fromkeys(p.owner for p in self.items)
-        )
+        names = dict.fromkeys(item.owner for item in self.items)
+        owners = ", ".join(f"{name} {format_size(self.owner_bytes(name))}" for name in names)
         ranks = f" by {n} ranks on this machine" if (n := num_local_ranks(self.config)) > 1 else ""
         of = f"{format_size(self.limit.limit_bytes)} ({self.limit.name})"
         lines = [f"RAM {format_size(self.ram_bytes)} planned of {of}{ranks}: {owners}"]
@@ -135,16 +133,14 @@ class RunPlan:
         elif need > self.vram_free_bytes:
             free = format_size(self.vram_free_bytes)
             found.append(Problem(f"only {free} of GPU memory are free; nvidia-smi shows what uses the rest", False))
-        allowed, limit = (
-            _WARN_SHARE * self.limit.limit_bytes,
-            f"{format_size(self.limit.limit_bytes)} ({self.limit.name})",
-        )
+        allowed = _WARN_SHARE * self.limit.limit_bytes
         if self.ram_bytes > allowed:
             largest_item, fewer = max(self.items, key=lambda item: item.size_bytes), range(config.training.workers)
             plans = {n: plan_ram(config.with_training(workers=n), self.data, self.step is not None) for n in fewer}
             fit = [n for n, items in plans.items() if sum(item.size_bytes for item in items) <= allowed]
             text = (
-                f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of {limit}, "
+                f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of "
+                f"{format_size(self.limit.limit_bytes)} ({self.limit.name}), "
                 f"most of it for {largest_item.owner}: {largest_item.name} ({format_size(largest_item.size_bytes)}); "
                 + (f"start with training.workers={fit[-1]}" if fit else f"lower {largest_item.setting}")
             )
@@ -157,11 +153,9 @@ class RunPlan:
 def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float | None = None) -> RunPlan:
     """Plan the memory of a run on this machine (all its ranks here), or with a GPU of `vram_gib`.
 
-    Takes a few seconds for a new network.  Writes nothing; opens the volumes if `data` is None.
+    Takes a few seconds for a new network.  Opens the volumes if `data` is None.
 
-    Raises:
-        ConfigError: a tensor would reach 2^31 elements.
-        DataError: a volume cannot be used.
+    Raises ConfigError: a tensor would reach 2^31 elements; DataError: a volume cannot be used.
     """
     data, device = data or prepare_data(config.seed, config.data), choose_device()
     limit = ram_limit(config.monitor.ram_limit_gib)
@@ -229,9 +223,8 @@ def _readers(config: Config, data: PreparedData) -> list[RamItem]:
     covered = [math.prod(data.array("condition", number)[1].factors) for number in range(len(data.conditions))]
     # A coarser or finer condition also holds its region in its own voxels.
     own = [int(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n) for n in covered if n != 1]
-    scratch = 2 * chunk_bytes * cores + max(
-        own, default=0
-    )  # chunks being decoded with their compressed bytes, one per core
+    # Chunks being decoded, one per core, with their compressed bytes.
+    scratch = 2 * chunk_bytes * cores + max(own, default=0)
     # At least one region is staged, whatever its size; compression is ignored.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:

@@ -129,12 +129,10 @@ def log_ranks(config: Config, share: RankShare) -> None:
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
     """Start-up lines of a run, then its predicted time, memory and disk space, line by line.  Writes nothing.
 
-    Args:
-        vram_gib: GPU memory to plan for; None = this machine's GPU, if any.
+    `vram_gib` is the GPU memory to plan for; None = this machine's GPU, if any.
 
-    Raises:
-        ConfigError: after all lines, if the run does not fit this machine or the given GPU.
-        VesuviusError: as from `preflight`.
+    Raises ConfigError after all lines, if the run does not fit this machine or the given GPU; VesuviusError as from
+    `preflight`.
     """
     available_bytes, gpu = (None, None) if vram_gib is None else (int(vram_gib * GIB), True)
     config, chosen = resolve_micro_batch(config, available_bytes, gpu)
@@ -186,8 +184,7 @@ def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
 
 
 def step_range_s(flops: int, device: torch.device, amp: AmpMode) -> tuple[float, float]:
-    """Minimum and maximum seconds per step with so many operations, assuming an idle machine; times a convolution for
-    half a second."""
+    """Minimum and maximum seconds per step of an idle machine; times a convolution for half a second."""
     step_s = flops / (_SHARE_OF_CONVOLUTION * convolution_flops_s(device, amp))
     return _TIME_RANGE[0] * step_s, _TIME_RANGE[1] * step_s
 
