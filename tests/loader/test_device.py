@@ -117,10 +117,6 @@ def textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepare
     return DeviceFeed(device, stream_options, data.job, [IntensityRange(0, 1000)]), data, stream_options
 
 
-def _ring_size(feed: DeviceFeed) -> int:
-    return len(feed._ring) if feed._ring else 0
-
-
 on_each_device = pytest.mark.parametrize(
     "device",
     [
@@ -139,7 +135,7 @@ on_each_device = pytest.mark.parametrize(
 
 @on_each_device
 def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.device) -> None:
-    """On a GPU the ring gets larger and smaller; the model values of all batches are compared at the end."""
+    """All batches are compared at the end: on a GPU, pinned memory must not be reused before it has been copied."""
     feed, data, options = textured_feed(tmp_path, device)
     clock = HostClock()
     with feed.open():
@@ -150,9 +146,8 @@ def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.de
         for number in range(24):
             if number % 4 == 3:
                 ahead = (1, 6, 3)[number // 4 % 3]
-                feed.reconfigure(prefetch_factor=ahead)
+                stream.reconfigure(prefetch_factor=ahead)
                 assert batches_ahead(stream.options) == ahead
-                assert _ring_size(feed) == (2 + ahead if device.type == "cuda" else 0)
             got.append(feed.next(clock)[0].image)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)

@@ -264,7 +264,7 @@ def test_a_shrunk_real_stream_delivers_the_same_batches(tmp_path: Path, tiny_con
             run.directory, MemoryPolicy(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit
         ) as monitor,
     ):
-        feed: Any = SimpleNamespace(stream=shrunk, reconfigure=shrunk.reconfigure)
+        feed: Any = SimpleNamespace(stream=shrunk)
         deadline = time.monotonic() + 60
         while not stop.is_requested():
             acts.execute(feed, monitor, 0.0)

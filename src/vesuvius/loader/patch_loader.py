@@ -195,8 +195,7 @@ class PatchLoader(Iterable[PatchBatch]):
 
         Raises ConfigError if there is not enough memory; the loader is unchanged.
         """
-        self.stream  # noqa: B018 - opens it
-        self._feed.reconfigure(**changes)
+        self.stream.reconfigure(**changes)
 
     def _wrap_epoch(self, samples: int) -> int:
         """Return the samples delivered in an epoch, or 0 if it is over."""

@@ -51,10 +51,6 @@ class Batch:
         """Return some of the samples, as views."""
         return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
 
-    def copy(self) -> Batch:
-        """Return a copy with its own memory."""
-        return Batch(self.patches.copy(), self.samples, None if self.condition is None else self.condition.copy())
-
     @property
     def nbytes(self) -> int:
         """Bytes of patches and condition."""

@@ -107,7 +107,7 @@ class GuardActions:
         log.warning("memory guard: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, **changes)
         began = time.monotonic()
-        feed.reconfigure(**changes)
+        feed.stream.reconfigure(**changes)
         self._options = feed.stream.options
         log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
 
@@ -134,7 +134,7 @@ class Autotuner:
         refused = self._refusal(replace(before, **changes))
         if not refused:
             try:
-                self._feed.reconfigure(**changes)
+                self._feed.stream.reconfigure(**changes)
                 self._monitor.readers_changed()
             except ConfigError as error:
                 if self._feed.stream.options is not before:  # already changed

@@ -46,7 +46,7 @@ def test_noise_depends_only_on_the_sample_index(tmp_path: Path, device: torch.de
         with feed.open(first=first, stop=first + 5 * world):
             for batches in range(3):
                 if batches == 1:
-                    voxels.reconfigure(prefetch_factor=3)
+                    voxels.stream.reconfigure(prefetch_factor=3)
                 batch = feed.next(HostClock())
                 assert batch.indices[0] == first + rank + 2 * world * batches
                 assert torch.equal(batch.eps, sample_noise(0, batch.indices, (1, 8, 16, 16), device))

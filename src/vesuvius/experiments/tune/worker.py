@@ -120,7 +120,7 @@ class TuneWorker:
         """Change the readers if they differ.  Raises ConfigError if that is impossible, which ends this trainer."""
         if (wanted := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
             self._loop.run.watchdog.expects("batch", "the readers to start")
-            self._loop.feed.reconfigure(**wanted)
+            self._stream.reconfigure(**wanted)
             self._loop.monitor.readers_changed()
             self._begin_with_readers(wanted)
 

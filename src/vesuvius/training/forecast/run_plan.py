@@ -16,7 +16,6 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
-from vesuvius.loader.device import pinned_bytes
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import Vram
@@ -255,13 +254,13 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamItem]:
     """Host memory of the trainer without the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
-    ring = (BUFFERS_IN_USE + batches_ahead(options)) * _host_bytes(batch, gpu)
-    in_hand = config.training.accumulate_steps * batch
+    ahead = (BUFFERS_IN_USE + batches_ahead(options)) * batch
+    in_hand = config.training.accumulate_steps * batch + gpu * BUFFERS_IN_USE * _host_bytes(batch, gpu)
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [
         RamItem("trainer", "process", _TRAINER_BYTES),
         RamItem("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
-        RamItem("trainer", "batches", ring + in_hand, "training.prefetch_factor or training.train_batch_size"),
+        RamItem("trainer", "batches", ahead + in_hand, "training.prefetch_factor or training.train_batch_size"),
         RamItem("trainer", "fixed patches", fixed, "training.validate_patches"),
     ]
 
@@ -278,8 +277,8 @@ def _network(config: Config, gpu: bool) -> list[RamItem]:
 
 
 def _host_bytes(size: int, gpu: bool) -> int:
-    """Size of a buffer, which is pinned for copies to a GPU."""
-    return pinned_bytes(size) if gpu else size
+    """Size of a buffer; torch rounds pinned ones, for copies to a GPU, up to a power of two."""
+    return 1 << (size - 1).bit_length() if gpu and size else size
 
 
 def gpu_memory_error(

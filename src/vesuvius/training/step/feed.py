@@ -31,7 +31,7 @@ class TrainingBatch:
     x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
     eps: Tensor  # noise, same shape as x_0
     condition: Condition  # condition input of the network, augmented with its patch
-    stored: Batch  # host copy of the batch as it was read
+    stored: Batch  # the batch as it was read
 
     def rows(self, of: slice) -> TrainingBatch:
         """A slice of the batch, sharing its memory."""
@@ -64,8 +64,6 @@ class TrainingFeed:
             eps = self._noise.result()[: len(stored.samples)]
         self._noise = self._prefetch_noise(int(stored.indices[-1]) + self._feed.job.world)
         (eps,) = self._feed.copy([eps], clock)
-        # The pinned buffers are reused two batches later.
-        stored = stored.copy() if self._pinned else stored
         with clock.computing("forward"):
             return self._assemble(batch, stored, eps)
 
@@ -73,14 +71,10 @@ class TrainingFeed:
         """Rebuild a batch from the host copy that `next` delivered (`TrainingBatch.stored`); waits for the transfer."""
         return self._assemble(self._feed.to_device(stored), stored, self._draw(stored.indices).to(self._feed.device))
 
-    @property
-    def _pinned(self) -> bool:
-        return self._feed.device.type == "cuda"
-
     def _prefetch_noise(self, first: int) -> Future[Tensor]:
         """Draw the noise of the batch that starts at sample `first`; the stream guarantees that it comes next."""
         indices = first + self._feed.job.world * np.arange(self._feed.options.batch_size)
-        return self._drawer.submit(self._draw, indices, pinned=self._pinned)
+        return self._drawer.submit(self._draw, indices, pinned=self._feed.device.type == "cuda")
 
     def _assemble(self, batch: PatchBatch, stored: Batch, eps: Tensor) -> TrainingBatch:
         condition = self._conditioner(batch.label, [sample.volume for sample in batch.samples])
