@@ -65,7 +65,6 @@ class TrainingLoop:
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
-        train_step.before_update = writer.hold_updates
         self._in_step = False
         self.micro_batch, self._steps_begun = run.share.micro_batch, 0
 

@@ -166,20 +166,20 @@ def nested_state(value: float = 1.0) -> dict[str, Any]:
 def test_buffers_are_reused_unless_shape_dtype_or_layout_change() -> None:
     state, snapshot = nested_state(), Snapshot()
     snapshot.take(state)
-    first = snapshot.state()
+    first = snapshot.state
     assert first["channels_last"].stride() == state["channels_last"].stride()
     addresses = {name: first[name].data_ptr() for name in ("channels_last", "half")}
     state["channels_last"].mul_(2)
     snapshot.take(state)
-    assert {name: snapshot.state()[name].data_ptr() for name in addresses} == addresses
-    assert torch.equal(snapshot.state()["channels_last"], state["channels_last"])
+    assert {name: snapshot.state[name].data_ptr() for name in addresses} == addresses
+    assert torch.equal(snapshot.state["channels_last"], state["channels_last"])
     state["channels_last"] = state["channels_last"].contiguous()
     state["half"] = torch.ones(9)
     state["new"] = torch.ones(2)
     del state["empty"]
     snapshot.take(state)
-    assert_same(snapshot.state(), state)
-    assert snapshot.state()["channels_last"].is_contiguous()
+    assert_same(snapshot.state, state)
+    assert snapshot.state["channels_last"].is_contiguous()
 
 
 @pytest.mark.gpu
@@ -188,10 +188,9 @@ def test_on_a_gpu_later_updates_do_not_reach_the_snapshot() -> None:
     state, snapshot = {"w": torch.zeros(2**26, device="cuda"), "host": torch.zeros(3)}, Snapshot()
     for round_ in range(3):
         snapshot.take(state)
-        snapshot.hold_updates()
         for tensor in state.values():
             tensor.add_(1)
-        taken = snapshot.state()
+        taken = snapshot.state
         assert taken["w"].is_pinned()
         assert taken["w"].unique().tolist() == [round_]
         assert taken["host"].unique().tolist() == [round_]

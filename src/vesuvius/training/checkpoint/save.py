@@ -1,5 +1,4 @@
-"""Writes checkpoints and prunes old ones: a step pays for one copy (on a GPU overlapped with the next), a thread does
-the rest.
+"""Writes checkpoints and prunes old ones: a step pays for one copy, a thread does the rest.
 
 A checkpoint is written under a hidden name, flushed to disk and renamed when complete; only then are older ones
 deleted.  Killing the process at any time leaves the last complete checkpoint, and `best` points to a complete one as
@@ -16,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError, one_line
+from vesuvius.loader.device import synchronize
 from vesuvius.runlog.files import directory_bytes, flush_to_disk
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
@@ -83,10 +83,7 @@ class CheckpointWriter:
             log.error("the checkpoint writer also failed", exc_info=defect)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy the state (as for `save_checkpoint`) and write it in the background.  Waits for the previous save.
-
-        A checkpoint of the same step is replaced.  See `hold_updates`.
-        """
+        """Copy the state (as for `save_checkpoint`) and write it in the background.  Waits for the previous save."""
         self.wait()
         self._error = None
         try:
@@ -96,10 +93,6 @@ class CheckpointWriter:
             return
         # A daemon thread: a second signal ends the process at once.
         self._job = on_thread(self._write, step, name="checkpoint-writer")
-
-    def hold_updates(self) -> None:
-        """Call before changing tensors of a state passed to `save`.  Does not wait for the disk."""
-        self._snapshot.hold_updates()
 
     def wait(self) -> StorageError | None:
         """Wait for the pending save; returns why the last save failed, or None.
@@ -115,7 +108,7 @@ class CheckpointWriter:
         """Write the snapshot; runs on the writer's thread."""
         started = time.monotonic()
         try:
-            path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, self._training)
+            path = save_checkpoint(self._directory, step, self._snapshot.state, self._config_yaml, self._training)
         except StorageError as error:
             self._note_failure(step, error)
         else:
@@ -130,57 +123,30 @@ class CheckpointWriter:
 
 
 class Snapshot:
-    """Host copies of all tensors of a state, in reused buffers.
+    """Host copy of a state, in reused buffers: fresh memory is filled several times more slowly.
 
-    Touching fresh memory is several times slower than copying: 2.8 against 15 GB/s on 2 cores of an AMD EPYC.  Buffers
-    for GPU tensors are pinned; torch rounds their size up to a power of two.
+    2.8 against 15 GB/s on 2 cores of an AMD EPYC.  Buffers for GPU tensors are pinned; torch rounds their size up to a
+    power of two.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._state: dict[str, Any] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self.state: dict[str, Any] = {}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Copy a state: nested dicts, lists and tuples of tensors and plain data.  Overwrites the previous copy.
-
-        GPU tensors are copied on a side stream, with their values at this point of the current stream.  Neither the
-        host nor later work waits, so `hold_updates` must precede the next update.
+        """Copy nested dicts, lists and tuples of tensors and plain data over the previous copy; waits for the device.
 
         Raises StorageError: the copy does not fit into host memory.
         """
         tensors = tensors_in(state)
         if [_layout(buffer) for buffer in self._buffers] != [_layout(tensor) for tensor in tensors]:
-            self._buffers, self._state = [], {}  # free the old buffers first
+            self._buffers, self.state = [], {}  # free the old buffers first
             self._buffers = [_allocate(tensor) for tensor in tensors]
-        buffers, self._copied = iter(self._buffers), None
-        on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-        copying: AbstractContextManager[Any] = nullcontext()
-        if on_gpu:
-            self._stream = self._stream or torch.cuda.Stream(on_gpu[0].device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(on_gpu[0].device))
-            copying = torch.cuda.stream(self._stream)
-        with torch.no_grad(), copying:  # new dicts and lists: nothing is shared
-            self._state = tree_map_only(
-                Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=tensor.is_cuda), state
-            )
-        if self._stream is not None and on_gpu:
-            for tensor in on_gpu:
-                tensor.record_stream(self._stream)  # keeps freed memory from being reused before it is copied
-            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps instead of spinning
-            self._copied.record(self._stream)
-
-    def hold_updates(self) -> None:
-        """Make work queued on the current stream from now on wait for the copies; the host does not wait."""
-        if self._copied is not None:
-            self._copied.wait()
-
-    def state(self) -> dict[str, Any]:
-        """The state at the time of `take`, in buffers valid until the next `take`; waits for the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._state
+        buffers = iter(self._buffers)
+        with torch.no_grad():  # new dicts and lists: nothing is shared
+            self.state = tree_map_only(Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=True), state)
+        for device in {tensor.device for tensor in tensors}:
+            synchronize(device)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:

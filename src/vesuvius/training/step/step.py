@@ -7,7 +7,7 @@ here: a flag on the device tells optimizer and averages whether to apply the ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +75,6 @@ class TrainStep:
         schedule: noise levels, on the device.
         averages: by name; "ema", the first, is used for sampling and publishing.
         timed: `StepClock.computing`, which times each phase; by default nothing is timed.
-        before_update: called in each step just before weights and moments change.
         updating: weights, moments and averages are being changed; if an error interrupts this, they are unusable.
     """
 
@@ -98,7 +97,6 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
-        self.before_update: Callable[[], None] = lambda: None
         self.updating = False
         self.timed: Timed = untimed
         self._loss = torch.zeros((), device=device)
@@ -174,7 +172,6 @@ class TrainStep:
         # The fused AdamW skips the update if this flag is set, as for torch's GradScaler (`_step_supports_amp_scaling`)
         # but without its sync.
         self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
-        self.before_update()
         self.updating = True
         self.optimizer.step()
         del self.optimizer.found_inf  # type: ignore[attr-defined]
