@@ -33,22 +33,17 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     """Return (raw - low) / half - 1 in float32, each sample with its own scale, within a few roundings of float32.
 
     Subtracts low before any rounding, so that a narrow range far from 0 keeps its resolution.  Dtypes that float32
-    cannot represent are computed in float64, and small differences of 8-byte integers in integers.
+    cannot represent are computed in float64.
 
     Args:
         raw: [B, ...] in any stored dtype.
         scales: `intensity_scales` of each sample's volume, float64 [B, 2].
     """
     low, half = scales.T
-    exact, long = raw.dtype in _EXACT, raw.dtype in (torch.int64, torch.uint64)
+    exact = raw.dtype in _EXACT
     dtype, origin = (torch.float32, low.astype(np.float32).astype(np.float64)) if exact else (torch.float64, low)
-    origin = np.floor(low) if long else origin
     # In place: allocating fresh memory takes longer than the arithmetic.
     values = raw.to(dtype, copy=True).sub_(_per_sample(origin, dtype, raw))
-    if long:
-        bits = np.array([int(value) % 2**64 for value in origin], np.uint64).view(np.int64)
-        near = signed_view(raw) - _per_sample(bits, torch.int64, raw)  # modulo 2^64
-        values = torch.where(values.abs() < 2**62, near.double(), values)
     divisors, summands = (_per_sample(each, dtype, raw) for each in (half, (origin - low) / half - 1))
     return values.div_(divisors).add_(summands).float()
 
