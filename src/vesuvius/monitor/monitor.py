@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
 from vesuvius.monitor.memory.guard import Guard, LoopStatus, Order
@@ -136,9 +137,9 @@ class Monitor:
 
     def gpu_busy(self) -> float | None:
         """Share of the last ten seconds in which a kernel ran on the trainer's GPU, from NVML; None if unknown."""
-        seen = [gpu for sample in tuple(self._samples) for gpu in sample.gpus if gpu.busy is not None]
-        known = [gpu.busy or 0.0 for gpu in seen if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
-        return sum(known) / len(known) if known else None
+        gpus = [gpu for sample in tuple(self._samples) for gpu in sample.gpus]
+        known = [gpu.busy for gpu in gpus if gpu.busy is not None and self._gpu_uuid and self._gpu_uuid in gpu.uuid]
+        return fmean(known) if known else None
 
     def stopped_readers(self) -> int:
         """Number of local readers that a signal (SIGSTOP) or a debugger holds now."""

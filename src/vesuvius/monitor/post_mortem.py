@@ -94,7 +94,7 @@ def death_lines(death: Death) -> list[str]:
     ]
 
 
-def _table(samples: Sequence[MemorySample]) -> list[str]:
+def _table(samples: Samples) -> list[str]:
     """Tabulate the memory of the last minute, a line per ten seconds."""
     if not samples:
         return ["  no memory samples were kept"]
@@ -157,6 +157,7 @@ def examine_reader(
     """
     ended = time.time() if end["exit_time"] is None else end["exit_time"]
     samples = _last_minute(samples, ended)
+    last = samples[-1] if samples else None
     exit_type, node = end["exit_type"], end["node"]
     evidence = [f"Ray: {exit_type}: {end['exit_detail']}" if exit_type else "Ray did not report how it ended"]
     cause: Cause = "unknown"
@@ -174,9 +175,9 @@ def examine_reader(
         # Readers of a shared Ray are in another cgroup than the trainer: use that of a living reader.
         known = (counts for pid in readers if (counts := read_counts_of(pid)).path)
         counts = next(known, None) or read_counts_of(os.getpid())
-        cause, counted = _judge_counts(session, sampled, samples[-1] if samples else None, counts)
+        cause, counted = _judge_counts(session, sampled, last, counts)
         evidence = [*counted, *evidence]
-    remedy = remedy_of(cause, "reader", session.workers, samples[-1] if samples else None, session.limits.ray_share)
+    remedy = remedy_of(cause, "reader", session.workers, last, session.limits.ray_share)
     return _death("reader", end["pid"], step, cause, evidence, samples, remedy)
 
 

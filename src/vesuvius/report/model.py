@@ -117,7 +117,7 @@ def build(records: RunRecords) -> RunReport:
         charts=tuple(build_charts(records)),
         tables=filled(ranks_table(records), _sessions(records), _events(records)),
         previews=_previews(records),
-        config=config_texts(records.config),
+        config={key: "null" if value is None else str(value) for key, value in flatten(records.config).items()},
         config_text=records.config_text,
         parts_note=f"{PARTS_NOTE}  Times: {_timed_steps(records)}." if records.changed else PARTS_NOTE,
     )
@@ -277,11 +277,6 @@ def _previews(records: RunRecords) -> tuple[tuple[int, str], ...]:
     return tuple(
         (int(r["step"]), str(r["picture"])) for r in found if isinstance(r.get("step"), int) and r.get("picture")
     )
-
-
-def config_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Values of a config as text, by dotted key."""
-    return {key: "null" if value is None else str(value) for key, value in flatten(config).items()}
 
 
 def commit_text(environment: Mapping[str, Any]) -> str:

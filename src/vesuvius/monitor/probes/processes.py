@@ -69,7 +69,7 @@ class ProcessTree:
         self._members = {pid: root} if root else {}
         self._also: dict[int, float | None] = {}  # pids of `include`, with their start times once seen
         self._seen: set[int] = set()  # pids of the machine at the last sample
-        self._shared_files: dict[tuple[int, int], list[str]] = {}
+        self._shared_files: dict[_SharedFile, list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
 
@@ -111,7 +111,7 @@ class ProcessTree:
 
     def kept_bytes(self) -> int:
         """Return the part of it that holds volumes kept in memory."""
-        return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if any(map(_is_kept, links)))
+        return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if file[-1])
 
     def _find_new(self, pids: set[int]) -> list[int]:
         """Add those of `pids` that descend from members, and return them, parents first."""
@@ -211,32 +211,30 @@ def _memory(process: psutil.Process) -> tuple[int, int, int, int]:
     return memory.rss - file, 0, file, swap
 
 
-def _find_shared_files(pids: Iterable[int]) -> dict[tuple[int, int], list[str]]:
-    """Find the shared-memory files that processes hold open: their links, by device and inode."""
-    files: dict[tuple[int, int], list[str]] = {}
+_SharedFile = tuple[int, int, bool]
+"""A file of shared memory: device, inode, and whether it holds volumes kept in memory."""
+
+
+def _find_shared_files(pids: Iterable[int]) -> dict[_SharedFile, list[str]]:
+    """Find the shared-memory files that processes hold open, with their links."""
+    files: dict[_SharedFile, list[str]] = {}
     for pid in pids:
         links: list[str] = []
         with suppress(OSError):
             links = [entry.path for entry in os.scandir(f"{psutil.PROCFS_PATH}/{pid}/fd")]
         for link in links:
             with suppress(OSError):  # closed since
-                if os.readlink(link).startswith(_SHARED):
+                if (target := os.readlink(link)).startswith(_SHARED):
                     stat = os.stat(link)
-                    files.setdefault((stat.st_dev, stat.st_ino), []).append(link)
+                    files.setdefault((stat.st_dev, stat.st_ino, target.startswith(_KEPT)), []).append(link)
     return files
 
 
-def _is_kept(link: str) -> bool:
-    with suppress(OSError):  # closed since
-        return os.readlink(link).startswith(_KEPT)
-    return False
-
-
-def _held_bytes(file: tuple[int, int], links: Iterable[str]) -> int:
+def _held_bytes(file: _SharedFile, links: Iterable[str]) -> int:
     """Return the allocated bytes of a shared-memory file; 0 if none of the links leads to it any more."""
     for link in links:
         with suppress(OSError):
             stat = os.stat(link)
-            if (stat.st_dev, stat.st_ino) == file:
+            if (stat.st_dev, stat.st_ino) == file[:2]:
                 return stat.st_blocks * _BLOCK_BYTES
     return 0
