@@ -75,7 +75,7 @@ class ReaderWatch:
                 failing = False
             except Exception as error:  # a failing watch must not end the run
                 if not failing and not self._stop.is_set():
-                    log.warning("Cannot check whether Ray spills: %s; retrying", one_line(error))
+                    log.warning("Cannot check the readers and the spills of Ray: %s; retrying", one_line(error))
                 failing = True
             self._stop.wait(_EVERY_S)
 
