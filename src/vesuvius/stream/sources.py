@@ -35,7 +35,6 @@ class Sources:
         self._session: Session | None = None
         self._starting = threading.Lock()
         self.closed = False  # set when the stream is closed, so that Ray is stopped even if it is still starting
-        self._report_replaced: Callable[[str, int, str], None] | None = None
 
     def open(self, job: ReaderJob, options: StreamOptions, tasks: Iterable[Task], resident: Resident | None) -> Regions:
         """Open the regions of these tasks.  Raises ConfigError if /dev/shm is too small or Ray does not start."""
@@ -60,9 +59,7 @@ class Sources:
                 if threading.main_thread().is_alive():  # else Ray ends with the interpreter
                     self.end_ray()
                 raise ConfigError("The stream was closed while Ray started; open another PatchStream")
-        regions = RayRegions(job, tasks, options, self._on_spill, self._on_death)
-        self._report_replaced = regions.report_replaced
-        return regions
+        return RayRegions(job, tasks, options, self._on_spill, self._on_death)
 
     @property
     def has_ray(self) -> bool:
@@ -73,11 +70,6 @@ class Sources:
         """Whether Ray, if it runs, has room for the readers of these options."""
         need = options.workers, job.world, store_bytes(job, options)
         return self._session is None or self._session.fits(*need)
-
-    def report_replaced(self, actor: str, pid: int, node: str) -> None:
-        """Report the death of a process: another one of the same actor delivers blocks."""
-        if self._report_replaced is not None:
-            self._report_replaced(actor, pid, node)
 
     def end_ray(self) -> None:
         """Stop using Ray; another source may start it again."""

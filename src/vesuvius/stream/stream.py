@@ -349,8 +349,8 @@ class PatchStream(Iterator[Batch]):
     def _take_report(self, report: BlockReport) -> None:
         """Process a reader's report, on the feeder's thread."""
         died = self._readers.add(report, self.options.workers)
-        if died is not None:
-            self._sources.report_replaced(report.actor, *died)
+        if died is not None and (source := self._source) is not None:
+            source.report_replaced(report.actor, *died)
         for record in report.quarantined:
             self._events.quarantine(record)
         for nonfinite in report.nonfinite:

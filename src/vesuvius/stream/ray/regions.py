@@ -70,7 +70,6 @@ class RayRegions(Regions):
         return self._watch.outages
 
     def report_replaced(self, actor: str, pid: int, node: str) -> None:
-        """Report the death of a process: another one of the same actor delivers blocks."""
         self._watch.report_death(actor, pid, node)
 
     def __next__(self) -> Region:

@@ -41,6 +41,9 @@ class Regions(Iterator[Region]):
         """Number of tasks that reader processes have not finished."""
         return 0
 
+    def report_replaced(self, actor: str, pid: int, node: str) -> None:
+        """Report the death of a reader process: another one of the same actor delivers blocks."""
+
     @property
     @abstractmethod
     def outages(self) -> list[Outage]:
@@ -172,6 +175,10 @@ class LocalThenRay(Regions):
         if self._ray is None:
             return 0
         return self._ray.result().tasks_left if _has_started(self._ray) else sys.maxsize
+
+    def report_replaced(self, actor: str, pid: int, node: str) -> None:
+        if _has_started(self._ray):
+            self._ray.result().report_replaced(actor, pid, node)
 
     @property
     def outages(self) -> list[Outage]:
