@@ -218,9 +218,7 @@ def find_axes(
             f"The axes of the OME-Zarr metadata ({_listed(ome_names or ())}) and the dimension_names of the array "
             f"({_listed(own_names or ())}) disagree in {name}; correct the wrong ones"
         )
-    end = array.ndim
-    if end > 3 and array.shape[-1] <= _MOST_CHANNELS < min(array.shape[-4:-1]):
-        end -= 1
+    end = array.ndim - has_color_last(array.shape)
     zyx = (end - 3, end - 2, end - 1)
     if names and (ome_names or spatial(names)):
         letters = _letters(names)
@@ -237,6 +235,11 @@ def find_axes(
             f"data.volumes[].select to {extra} {'index' if extra == 1 else 'indices'}, e.g. {[0] * extra}"
         )
     return axes, names or (None,) * array.ndim
+
+
+def has_color_last(shape: Sequence[int]) -> bool:
+    """Whether the last axis holds color channels: at most 4, after longer axes."""
+    return len(shape) > 3 and shape[-1] <= _MOST_CHANNELS < min(shape[-4:-1])
 
 
 def _own_names(array: zarr.Array[Any]) -> Names | None:

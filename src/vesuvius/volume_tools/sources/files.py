@@ -19,7 +19,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
-from vesuvius.volumes.geometry import VOXELS, Geometry, unit_name
+from vesuvius.volumes.geometry import VOXELS, Geometry, has_color_last, unit_name
 
 _UNIT_BYTES = 2**24  # decoded at once if chunks are smaller
 _C_TYPES = {"char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4"}  # NRRD names unknown to numpy
@@ -81,9 +81,8 @@ def contiguous(
 
 
 def default_axes(shape: Sequence[int]) -> str:
-    """Axis letters of an array without names: z, y, x come last, except for up to 4 channels after longer axes."""
-    channels = len(shape) > 3 and shape[-1] <= 4 < min(shape[-4:-1])
-    return ("C" * len(shape) + "ZYX" + "C" * channels)[-len(shape) :]
+    """Axis letters of an array without names: z, y, x come last, except for color channels."""
+    return ("C" * len(shape) + "ZYX" + "C" * has_color_last(shape))[-len(shape) :]
 
 
 def check_length(file: Path, due: int) -> None:
