@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from typing import get_args
 
 from vesuvius.commands.cli import Parser, add_config, as_command, say
 from vesuvius.config.load import read_config, take_config
 from vesuvius.errors import EXIT_OK
-from vesuvius.experiments.tune.measurement import Knob, key_of
+from vesuvius.experiments.tune.measurement import KNOBS, Knob, key_of
 
-KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # it follows the micro-batch
+KEEPABLE = tuple(knob for knob in KNOBS if knob != "accumulate_steps")  # it follows the micro-batch
 _LEAST_S = 60.0
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 

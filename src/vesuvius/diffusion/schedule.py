@@ -35,8 +35,7 @@ def linear_betas(timesteps: int) -> Betas:
     last t equally noisy.  Pure.
     """
     scale = 1000 / timesteps
-    betas: Betas = np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
-    return betas
+    return np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
 
 
 def cosine_betas(timesteps: int) -> Betas:
@@ -91,8 +90,7 @@ def _power_histogram(spectrum: Spectrum) -> tuple[Betas, Betas]:
 
 def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Betas:
     """Return beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), at most `limit`; alpha_bar at 0 ... T, up to a factor."""
-    betas: Betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], limit)
-    return betas
+    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], limit)
 
 
 def x_0_and_eps(

@@ -241,5 +241,4 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """Convert to model values for a picture: low grey or label 0 to -1, high grey or last label to +1.  Pure."""
-        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), intensity_scales([self._grey])).numpy()
-        return values
+        return normalised(torch.from_numpy(stored), intensity_scales([self._grey])).numpy()

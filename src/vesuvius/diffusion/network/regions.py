@@ -22,8 +22,7 @@ _MOST_VARIANTS = 256
 
 
 def call_eager(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    out: Tensor = block(*arguments)
-    return out
+    return block(*arguments)
 
 
 class CompiledRegions:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.experiments import Ended
 
-Knob = Literal[
-    "workers",
-    "requests",
-    "prefetch_factor",
-    "train_batch_size",
-    "accumulate_steps",
-    "amp",
-    "compile",
-    "channels_last",
-    "cudnn_benchmark",
-]
-
+Knob = str
+"""Name of a field of `Setting`."""
 READER_KNOBS = ("workers", "prefetch_factor", "requests")
 """The knobs that can change in a running trainer."""
 
@@ -46,7 +36,7 @@ class Setting:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the setting of a config."""
-        values = {knob: getattr(config.training, knob) for knob in get_args(Knob) if knob != "requests"}
+        values = {knob: getattr(config.training, knob) for knob in KNOBS if knob != "requests"}
         values["train_batch_size"] = config.training.micro_batch
         return cls(requests=config.data.store.requests, **values)
 
@@ -57,8 +47,7 @@ class Setting:
 
     def changes(self, source: Setting) -> dict[Knob, Any]:
         """Return the values that differ from another setting, by knob, in the order of the knobs."""
-        mine: dict[Knob, Any] = vars(self)  # type: ignore[assignment]
-        return {knob: value for knob, value in mine.items() if value != getattr(source, knob)}
+        return {knob: value for knob, value in vars(self).items() if value != getattr(source, knob)}
 
     def overrides(self, source: Setting) -> list[str]:
         """Return the command-line overrides that turn a config with setting `source` into this one."""
@@ -66,9 +55,12 @@ class Setting:
 
     def applied_to(self, config: Config) -> Config:
         """Return the config with these values."""
-        training = {knob: getattr(self, knob) for knob in get_args(Knob) if knob != "requests"}
+        training = {knob: getattr(self, knob) for knob in KNOBS if knob != "requests"}
         data = config.data.with_store(requests=self.requests)
         return config.with_training(**training).model_copy(update={"data": data})
+
+
+KNOBS: tuple[Knob, ...] = tuple(field.name for field in fields(Setting))
 
 
 def key_of(knob: Knob) -> str:

@@ -306,8 +306,7 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
 
 def _pooled(voxels: Voxels, factors: list[int]) -> Voxels:
     """Return the means of boxes; incomplete boxes at the ends are dropped."""
-    pooled: Voxels = avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
-    return pooled
+    return avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
 
 
 def _positions(ends: Sequence[tuple[int, int]]) -> Ints:

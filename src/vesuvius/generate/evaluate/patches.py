@@ -152,10 +152,7 @@ class RealSource:
 
     def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """Convert grey values of generated patches to model values."""
-        values: NDArray[np.float32] = normalised(
-            torch.from_numpy(stored), intensity_scales([self.stored_as[0]])
-        ).numpy()
-        return values
+        return normalised(torch.from_numpy(stored), intensity_scales([self.stored_as[0]])).numpy()
 
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Return these patches, or some of them, as a perfect model would generate them."""

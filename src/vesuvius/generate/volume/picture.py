@@ -103,8 +103,7 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int,
 
 
 def _model_values(voxels: NDArray[np.generic], grey: IntensityRange) -> Float32:
-    values: Float32 = normalised(torch.from_numpy(voxels[None]), intensity_scales([grey]))[0].numpy()
-    return values
+    return normalised(torch.from_numpy(voxels[None]), intensity_scales([grey]))[0].numpy()
 
 
 def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
