@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, at_least, natural, positive, say
-from vesuvius.commands.sample import add_keys, guide_of, overrides_of
+from vesuvius.commands.sample import add_sampling, sampling_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
 
@@ -43,30 +43,17 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="index of the training volume whose grey values the samples have (default: 0)",
     )
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
-    parser.add_argument("--batch-size", type=positive, default=4, help="patches computed at once (default: 4)")
-    parser.add_argument("--weights", default="ema", metavar="NAME", help="see vesuvius sample (default: ema)")
     parser.add_argument(
         "--classifier-steps", type=positive, default=200, help="training steps of each classifier (default: 200)"
     )
-    add_keys(parser)
+    add_sampling(parser)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
     from vesuvius.generate.sampling import SampleRequest
 
+    common = sampling_of(arguments, arguments.run, arguments.training_volume)
     request = EvaluationRequest(
-        SampleRequest(
-            checkpoint=arguments.run,
-            weights=arguments.weights,
-            overrides=overrides_of(arguments),
-            seed=arguments.seed,
-            batch_size=arguments.batch_size,
-            volume_index=arguments.training_volume,
-            count=arguments.count,
-            out=None,
-            overwrite=False,
-            guide=guide_of(arguments),
-        ),
+        SampleRequest(**common, count=arguments.count, out=None, overwrite=False),
         generated=arguments.generated,
         out=arguments.out,
         classifier_steps=arguments.classifier_steps,

@@ -22,7 +22,7 @@ KEYS = {
     "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
     "correction": (
         "diffusion.sampler_correction",
-        "factor on the network's correction: 1 = as trained, more = sharper",
+        "factor on what the network adds: 1 = as trained, more = sharper",
     ),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
@@ -44,8 +44,7 @@ def main(argv: list[str]) -> int:
     if given := [name for name in others if getattr(arguments, name)]:
         of, remedy = ("patches", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
-    common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size")}
-    common |= {"volume_index": arguments.volume, "overrides": overrides_of(arguments), "guide": guide_of(arguments)}
+    common = sampling_of(arguments, arguments.checkpoint, arguments.volume)
     return _volume(arguments, common) if volume else _patches(arguments, common)
 
 
@@ -69,22 +68,8 @@ def _parser() -> Parser:
         help="name or directory of a run (its newest checkpoint), or a checkpoint, such as runs/NAME/checkpoints/best",
     )
     parser.add_argument("--count", type=positive, help="number of patches (default: 16)")
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        default=4,
-        help="patches or tiles computed at once; samples are reproducible bit for bit at equal batch size (default: 4)",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
-    parser.add_argument(
-        "--weights",
-        default="ema",
-        metavar="NAME",
-        help="ema (averaged weights; default), model (the last step's), or ema_0.999 and the like for "
-        "training.extra_ema_decays",
-    )
     parser.add_argument(
         "--volume",
         type=natural,
@@ -92,6 +77,7 @@ def _parser() -> Parser:
         metavar="N",
         help="index of the training volume whose grey values and condition are used (default: 0)",
     )
+    add_sampling(parser)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
     volumes.add_argument(
         "--shape",
@@ -145,12 +131,25 @@ def _parser() -> Parser:
         help="address of a Ray cluster whose nodes share the folder of --out; needs --workers",
     )
     volumes.add_argument("--dry-run", action="store_true", help="print the disk space and time needed; write nothing")
-    add_keys(parser)
     return parser
 
 
-def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add --guide and the options that set config keys."""
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sampling_of`: seed, batch, weights, guide, and those that set config keys."""
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=4,
+        help="patches or tiles computed at once; samples are reproducible bit for bit at equal batch size (default: 4)",
+    )
+    parser.add_argument(
+        "--weights",
+        default="ema",
+        metavar="NAME",
+        help="ema (averaged weights; default), model (the last step's), or ema_0.999 and the like for "
+        "training.extra_ema_decays",
+    )
     parser.add_argument(
         "--guide",
         type=Path,
@@ -162,17 +161,20 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         keys.add_argument(f"--{option}", metavar="VALUE", help=f"{key}: {meaning}")
 
 
-def overrides_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the values of those options as `key.path=value`."""
-    values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
-    return tuple(f"{key}={value}" for key, value in values.items() if value is not None)
-
-
-def guide_of(arguments: argparse.Namespace) -> Path | None:
-    """Return the checkpoint of --guide, if given; raises ConfigError if it does not exist."""
+def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: int) -> dict[str, Any]:
+    """Return the fields of a `GenerateRequest`.  Raises ConfigError if the checkpoint of --guide does not exist."""
     from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
 
-    return arguments.guide and find_checkpoint(arguments.guide, "--guide").resolve()
+    values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
+    return {
+        "checkpoint": checkpoint,
+        "weights": arguments.weights,
+        "overrides": tuple(f"{key}={value}" for key, value in values.items() if value is not None),
+        "seed": arguments.seed,
+        "batch_size": arguments.batch_size,
+        "volume_index": volume_index,
+        "guide": arguments.guide and find_checkpoint(arguments.guide, "--guide").resolve(),
+    }
 
 
 def array(text: str) -> ArrayConfig:
