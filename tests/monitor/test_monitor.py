@@ -86,11 +86,10 @@ def test_each_window_becomes_a_record_including_the_last(tmp_path: Path, monkeyp
         n = next(reads)
         return VramUse(n, 10 * n, 100 - n, 1000 - n, 2000, retries=0, failures=0)
 
-    vram: Any = SimpleNamespace(read=read)
     monkeypatch.setattr(monitor_module, "RECORD_S", 0.2)
     monkeypatch.setattr(monitor_module, "SINGLE_RECORDS", 1)
     with Monitor(
-        in_dir(tmp_path), MemoryPolicy(), watcher, vram, sample_every_s=0.05, on_record=shared.append
+        in_dir(tmp_path), MemoryPolicy(), watcher, read, sample_every_s=0.05, on_record=shared.append
     ) as monitor:
         monitor.loop_status = LoopStatus(step=7, readers={123: GIB})
         wait_until(lambda: len(shared) > 2)
@@ -157,18 +156,15 @@ def test_a_hung_disk_or_gpu_driver_does_not_blind_the_guard(tmp_path: Path) -> N
     answers = threading.Event()
     orders: list[Order] = []
 
-    class HangingVram:
-        def read(self) -> VramUse | None:
-            answers.wait(60)
-            return None
+    def read() -> None:
+        answers.wait(60)
 
     def hang(record: dict[str, Any]) -> None:
         answers.wait(60)
 
-    vram: Any = HangingVram()
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 10 else 4 * GIB)
     limits, often = MemoryPolicy(configured_bytes=4 * GIB), {"sample_every_s": 0.02}
-    with Monitor(in_dir(tmp_path), limits, watcher, vram, on_exit=orders.append, on_record=hang, **often):
+    with Monitor(in_dir(tmp_path), limits, watcher, read, on_exit=orders.append, on_record=hang, **often):
         wait_until(lambda: orders)
         answers.set()
     assert sum(r["samples"] for r in read_records(tmp_path / "system.jsonl")) == watcher.samples - 1, "nothing is lost"

@@ -25,7 +25,7 @@ from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes, tightest
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
-from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.monitor.probes.vram import VramUse
 from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
 from vesuvius.monitor.system_record import system_figures
 from vesuvius.runlog.files import AsyncWriter, directory_bytes
@@ -54,7 +54,7 @@ class Monitor:
     Args:
         directory: run directory to write to.
         watcher: samples the run's processes.
-        vram, gpu_uuid: memory and UUID of the trainer's GPU; None without one.
+        read_vram, gpu_uuid: memory and UUID of the trainer's GPU; None without one.
         guard: off = no warnings and no orders; warn = no orders.
         on_exit: called once in the sampling thread when the guard orders an exit, which cannot wait for the loop.
         on_record: called in the writing thread with each record of `system.jsonl`.
@@ -72,7 +72,7 @@ class Monitor:
         directory: RunDir,
         policy: MemoryPolicy,
         watcher: Watcher,
-        vram: Vram | None = None,
+        read_vram: Callable[[], VramUse | None] | None = None,
         *,
         gpu_uuid: str | None = None,
         sample_every_s: float = 1.0,
@@ -83,7 +83,7 @@ class Monitor:
     ) -> None:
         self._policy = policy
         self._watcher = watcher
-        self._read_vram: Callable[[], VramUse | None] = BoundedCall(vram.read, _VRAM_S) if vram else lambda: None
+        self._read_vram = BoundedCall(read_vram, _VRAM_S) if read_vram else lambda: None
         self._gpu_uuid = gpu_uuid
         self._sample_every_s = sample_every_s
         self._mode: GuardMode = guard

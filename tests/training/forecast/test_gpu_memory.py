@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.config_text import MINIMAL, read
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.config import Config
-from vesuvius.monitor.probes.vram import Vram, VramUse, is_gpu_memory_error
+from vesuvius.monitor.probes.vram import VramUse, is_gpu_memory_error
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.forecast.run_plan import (
@@ -45,16 +45,6 @@ MODEL = (
     "data.patch_size=[8, 16, 16]",
     "model={channels: [8, 16], blocks_per_level: 1, stem_stride: [1, 2, 2], full_res_channels: 4, attention_heads: 2}",
 )
-
-
-class ToldVram(Vram):
-    """Returns the given figures."""
-
-    def __init__(self, use: VramUse | None) -> None:
-        self.use = use
-
-    def read(self, new_window: bool = True) -> VramUse | None:
-        return self.use
 
 
 def small(*overrides: str) -> Config:
@@ -102,8 +92,9 @@ def test_if_one_patch_does_not_fit_memory_saving_settings_are_named() -> None:
     assert text.startswith("set training.recompute_norm=true, add training.checkpoint_levels")
 
 
-def test_the_error_names_value_remedy_and_memory_use() -> None:
-    error = gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 12, ToldVram(USE))
+def test_the_error_names_value_remedy_and_memory_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vesuvius.training.forecast.run_plan.read_vram", lambda device, new_window: USE)
+    error = gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 12)
     first, memory, last = str(error).splitlines()
     assert error.exit_code == 3
     assert re.match(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ class VramUse:
 
     allocated_bytes: int  # in tensors
     reserved_bytes: int  # held by torch for tensors
-    peak_bytes: int  # peak of allocated_bytes in the window or in the process, see `Vram.read`
+    peak_bytes: int  # peak of allocated_bytes in the window or in the process, see `read_vram`
     # free_bytes, total_bytes: of the device, for all processes
     free_bytes: int
     total_bytes: int
@@ -37,57 +36,48 @@ _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 _ended = dict.fromkeys(_PEAKS, 0)  # of all past windows in this process, which uses one GPU
 
 
-def process_peaks(device: Any = None, cuda: Any = torch.cuda) -> tuple[int, int]:
+def process_peaks(device: torch.device | None = None) -> tuple[int, int]:
     """Return the peaks of allocated and reserved bytes since this process began.
 
     The allocator's own restart whenever the monitor reads them.
     """
-    stats = cuda.memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
+    stats = torch.cuda.memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
     allocated, reserved = (max(_ended[name], stats.get(name, 0)) for name in _PEAKS)
     return allocated, reserved
 
 
-class Vram:
-    """Reads the memory of one GPU, a `torch.device` or an index.  Thread-safe; does not synchronize."""
+def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
+    """Read the current use of a GPU, with the peak of the window that ends here; without `new_window`, with the peak of
+    the process, and the window goes on.  Thread-safe; does not synchronize.
 
-    def __init__(self, device: Any, cuda: Any = torch.cuda) -> None:
-        self._on_gpu = getattr(device, "type", "cuda") == "cuda"
-        self._device = device
-        self._cuda = cuda
-
-    def read(self, new_window: bool = True) -> VramUse | None:
-        """Read the current use, with the peak of the window that ends here; without `new_window`, with the peak of the
-        process, and the window goes on.
-
-        None on a CPU, if this process does not use the GPU yet (initialising CUDA takes 0.5 GiB), or if the GPU has
-        failed.
-        """
-        if not self._on_gpu or not self._cuda.is_initialized():
-            return None
-        try:
-            # The driver first: if it hangs, this call releases the GIL; the allocator's calls do not.
-            free_bytes, total_bytes = self._cuda.mem_get_info(self._device)
-            stats = self._cuda.memory_stats(self._device)
-            peak_bytes = stats.get(_PEAKS[0], 0)
-            if new_window:
-                _ended.update({name: max(most, stats.get(name, 0)) for name, most in _ended.items()})
-                self._cuda.reset_peak_memory_stats(self._device)
-            else:
-                peak_bytes, _ = process_peaks(self._device, self._cuda)
-        except RuntimeError:  # the GPU has failed; training reports it
-            return None
-        return VramUse(
-            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
-            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
-            peak_bytes=peak_bytes,
-            free_bytes=free_bytes,
-            total_bytes=total_bytes,
-            retries=stats.get("num_alloc_retries", 0),
-            failures=stats.get("num_ooms", 0),
-        )
+    None on a CPU, if this process does not use the GPU yet (initialising CUDA takes 0.5 GiB), or if the GPU has failed.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        # The driver first: if it hangs, this call releases the GIL; the allocator's calls do not.
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        stats = torch.cuda.memory_stats(device)
+        peak_bytes = stats.get(_PEAKS[0], 0)
+        if new_window:
+            _ended.update({name: max(most, stats.get(name, 0)) for name, most in _ended.items()})
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            peak_bytes, _ = process_peaks(device)
+    except RuntimeError:  # the GPU has failed; training reports it
+        return None
+    return VramUse(
+        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+        peak_bytes=peak_bytes,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        retries=stats.get("num_alloc_retries", 0),
+        failures=stats.get("num_ooms", 0),
+    )
 
 
-def gpu_uuid(device: Any) -> str | None:
+def gpu_uuid(device: torch.device) -> str | None:
     """Return the UUID of a `torch.device`, without NVML's prefix (GPU-, or MIG- for a partition); None on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 

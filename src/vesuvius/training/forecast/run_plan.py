@@ -18,7 +18,7 @@ from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
-from vesuvius.monitor.probes.vram import Vram
+from vesuvius.monitor.probes.vram import read_vram
 from vesuvius.runlog.units import GIB, format_size
 from vesuvius.stream.feeder import BUFFERS_IN_USE
 from vesuvius.stream.options import (
@@ -282,13 +282,13 @@ def _host_bytes(size: int, gpu: bool) -> int:
 
 
 def gpu_memory_error(
-    config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
+    config: Config, device: torch.device, error: BaseException, saved_step: int | None
 ) -> GpuMemoryError:
     """Error that ends a run: failure, value and remedy in the first line, memory owners below.
 
     `saved_step`: step of the checkpoint with all finished steps, or None if saving failed.
     """
-    use = (vram or Vram(device)).read(new_window=False)
+    use = read_vram(device, new_window=False)
     what_to_do = remedy(config)
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # torch's other figures are in the table
     first = (

@@ -27,7 +27,7 @@ from vesuvius.monitor.post_mortem import (
 )
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
-from vesuvius.monitor.probes.vram import Vram, gpu_uuid
+from vesuvius.monitor.probes.vram import gpu_uuid, read_vram
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.prometheus import Exporter
 from vesuvius.runlog.records import JsonLines
@@ -112,7 +112,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             directory,
             run.session.limits,
             Watcher(os.getpid(), gpus=gpus),
-            Vram(device) if device.type == "cuda" else None,
+            partial(read_vram, device) if device.type == "cuda" else None,
             gpu_uuid=gpu_uuid(device),
             sample_every_s=monitor.sample_every_s,
             guard=monitor.guard,
