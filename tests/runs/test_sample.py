@@ -503,7 +503,7 @@ def test_an_interrupted_process_leaves_nothing_that_looks_finished(
     assert not (tmp_path / "out").exists()
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
-        assert f"{number.name} stopped sampling after" in error
+        assert f"{number.name}: sampling stopped after" in error
 
 
 def test_a_conditional_model_uses_the_held_out_condition_and_both_are_written(

@@ -26,8 +26,8 @@ from tests.support.runs import train_in
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
-from vesuvius.errors import StorageError
-from vesuvius.generate.common import OnProgress, SamplingStoppedError
+from vesuvius.errors import StorageError, VesuviusError
+from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.picture import check_picture, generate_held_out
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepared, state_bytes
@@ -219,8 +219,8 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_continues(
     for phase in phases:
         told.clear()
         with pytest.raises(
-            SamplingStoppedError,
-            match=rf"SIGTERM stopped sampling after \d+ of \d+ {phase}; run the same command again",
+            VesuviusError,
+            match=rf"SIGTERM: sampling stopped after \d+ of \d+ {phase}; run the same command again",
         ):
             generate_volume(request, told_of(phase))
         assert told[-1] == phase

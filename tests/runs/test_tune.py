@@ -21,11 +21,12 @@ from vesuvius.commands import tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
-from vesuvius.experiments.trainer import TrialInterrupted, trainer_config
+from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune import session
 from vesuvius.experiments.tune.measurement import Block, Setting
 from vesuvius.experiments.tune.report import MARK
 from vesuvius.runlog.records import read_records
+from vesuvius.training.stop import StoppedError
 
 TUNE = Path("runs/tiny/tune")
 LONG = {"steps_per_epoch": 100_000, "epochs": 1}
@@ -180,7 +181,7 @@ def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlie
         def measure(self, *arguments: Any) -> Block:
             if self.now_s > 50:  # before a change is found
                 os.kill(os.getpid(), signal.SIGINT)
-                raise TrialInterrupted("the tune was interrupted while it measured")
+                raise StoppedError("the tune was interrupted while it measured")
             return super().measure(*arguments)
 
     monkeypatch.setattr(session, "TrialRunner", Interrupted)

@@ -19,10 +19,11 @@ import psutil
 from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.config.load import dump_config
-from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, EXIT_INTERRUPTED, VesuviusError, one_line
+from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_GUARD, one_line
 from vesuvius.experiments import Ended
 from vesuvius.monitor.post_mortem import headline, record_run_death
 from vesuvius.runlog.records import Record, Tail
+from vesuvius.training.stop import StoppedError
 
 _OOM_SCORE = "500"  # makes the kernel's OOM killer prefer it to other processes
 _GONE_WITHIN_S = 10.0  # SIGKILL works at once, unless a process waits in the kernel for a disk or a driver
@@ -30,12 +31,6 @@ _POLL_S = 0.05
 _WHOLE_FILE = 2**30
 _ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
-
-
-class TrialInterrupted(VesuviusError):  # noqa: N818 - not an error
-    """The tune or bench was interrupted during a measurement."""
-
-    exit_code = EXIT_INTERRUPTED
 
 
 class Trainer:
@@ -85,13 +80,13 @@ class Trainer:
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
         """Pass each new record to `take` until it returns true; then close the trainer; return how and why it ended.
 
-        Raises TrialInterrupted: `stopping` returned true; it is closed.
+        Raises StoppedError: `stopping` returned true; it is closed.
         """
         began = time.monotonic()
         try:
             while True:
                 if stopping():
-                    raise TrialInterrupted("interrupted during a measurement")
+                    raise StoppedError("interrupted during a measurement")
                 has_ended = self.wait(_POLL_S)  # before reading, so that its last records are read too
                 if any(take(record) for record in self._new_records()):
                     return "ok", ""

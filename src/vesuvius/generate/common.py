@@ -18,7 +18,7 @@ from vesuvius.config import Config
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError, GpuMemoryError, VesuviusError
+from vesuvius.errors import ConfigError, GpuMemoryError
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import (
     CheckpointInfo,
@@ -156,13 +156,9 @@ class Network:
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule, self.guide)
 
 
-class SamplingStoppedError(VesuviusError):
-    """A signal stopped sampling before it was complete."""
-
-
 @dataclass
 class ProgressReporter:
-    """Reports progress, and raises SamplingStoppedError once a stop is requested."""
+    """Reports progress, and raises VesuviusError once a stop is requested."""
 
     stop: StopRequest | None = None
     on_progress: OnProgress = lambda what, done, total: None
@@ -170,13 +166,10 @@ class ProgressReporter:
     _progress: str = "before the first step"
 
     def check(self) -> None:
-        """Raise SamplingStoppedError if a stop is requested."""
-        if self.stop is not None and (pending := self.stop.pending()):
-            exit_code, signal = pending
+        """Raise VesuviusError, with the exit code of the signal, if a stop is requested."""
+        if self.stop is not None and self.stop.is_requested():
             remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
-            error = SamplingStoppedError(f"{signal} stopped sampling {self._progress}; {remedy}")
-            error.exit_code = exit_code
-            raise error
+            raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
 
     def report(self, what: str, done: int, total: int) -> None:
         """Report progress."""

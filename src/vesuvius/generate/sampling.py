@@ -75,8 +75,7 @@ class SampleRequest(GenerateRequest):
 def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Generate samples and write them with their conditions and a picture.  Returns a summary for the terminal.
 
-    Raises ConfigError, DataError, GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: nothing is left
-    behind.
+    Raises ConfigError, DataError, GpuMemoryError, NonFiniteError, and VesuviusError after a signal: nothing is left.
     """
     started = time.monotonic()
     # a batch larger than the count would waste time

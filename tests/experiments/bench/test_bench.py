@@ -20,10 +20,10 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.experiments.bench import session
 from vesuvius.experiments.bench.results import Measurement
 from vesuvius.experiments.bench.session import measure_cell
-from vesuvius.experiments.trainer import TrialInterrupted
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.training.stop import StoppedError
 
 WriteConfig = Callable[..., Path]
 _HANG_S = 120.0
@@ -116,7 +116,7 @@ def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
     outage = threading.Event()
     monkeypatch.setattr(session, "_prepared", lambda *_: outage.wait(_HANG_S))
     try:
-        with pytest.raises(TrialInterrupted, match="while the volumes were opened"):
+        with pytest.raises(StoppedError, match="while the volumes were opened"):
             measure_cell(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
     finally:
         outage.set()

@@ -24,7 +24,7 @@ from vesuvius.experiments.bench.results import (
     table_of,
 )
 from vesuvius.experiments.bench.session import measure_rounds
-from vesuvius.experiments.trainer import TrialInterrupted
+from vesuvius.training.stop import StoppedError
 
 Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
@@ -112,10 +112,10 @@ def test_every_other_round_is_reversed_and_failed_cells_are_left_out() -> None:
 
     def measure(cell: int, round: int) -> Measurement:
         if (cell, round) == (2, 2):
-            raise TrialInterrupted("Ctrl-C")
+            raise StoppedError("Ctrl-C")
         return Measurement(cell, round, "timeout" if (cell, round) == (1, 1) else "ok", samples_s=10.0 + cell)
 
-    with pytest.raises(TrialInterrupted):
+    with pytest.raises(StoppedError):
         measure_rounds(done, 3, 3, measure)
     assert [(m.cell, m.round) for m in done] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2)]
     base, failed, other = results_of(CELLS[:3], done)

@@ -21,13 +21,14 @@ from tests.support import fork_server
 from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.experiments.trainer import TrialInterrupted, trainer_config
+from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
+from vesuvius.training.stop import StoppedError
 
 _HANG_S = 120
 # Far longer than any test takes: whoever waits for the end of such a block hangs.
@@ -163,10 +164,10 @@ def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(confi
         assert held.cause == "no result within 0 s"
         assert not psutil.pid_exists(pid)
 
-        with when_it_trains(trials / "002", lambda pid: stopped.set()), pytest.raises(TrialInterrupted):
+        with when_it_trains(trials / "002", lambda pid: stopped.set()), pytest.raises(StoppedError):
             lab.measure(setting, "run", _LONG_S, _HANG_S)
         assert no_process_of(trials)
-        with pytest.raises(TrialInterrupted):
+        with pytest.raises(StoppedError):
             lab.measure(setting, "run", _LONG_S, _HANG_S)
 
 
@@ -187,6 +188,7 @@ from pathlib import Path
 from vesuvius.config.load import read_config
 from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
+from vesuvius.training.stop import StoppedError
 config = read_config(Path(sys.argv[1]))
 with closing(TrialRunner(config, Path(sys.argv[2]))) as lab:
     lab.measure(Setting.of(config), "run", 3600.0, 3600.0)

@@ -29,12 +29,13 @@ from tests.support.forked import in_child
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
-from vesuvius.generate.common import ProgressReporter, SamplingStoppedError
+from vesuvius.generate.common import ProgressReporter
 from vesuvius.generate.volume import ray_workers
 from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.run import state_bytes
 from vesuvius.generate.volume.tasks import State, VolumeJob, VolumeSampler, active_blocks, delete_unflushed_tiles
 from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, make_passes
+from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)
@@ -170,13 +171,15 @@ def test_a_stop_keeps_finished_tiles_and_the_next_call_resumes(tmp_path: Path) -
         calls[0] += 1
         return ESTIMATE(x, level)
 
-    class Stop:
-        def pending(self) -> tuple[int, str] | None:
-            return (75, "SIGTERM") if calls[0] >= 50 else None
+    class Stop(StopRequest):
+        def is_requested(self) -> bool:
+            if calls[0] >= 50:
+                self.request(75, "SIGTERM")
+            return self.exit_code is not None
 
     folder = tmp_path / "stopped"
-    with pytest.raises(SamplingStoppedError) as stopped:
-        drawn(job(), folder, counting, progress=ProgressReporter(Stop()))
+    with pytest.raises(VesuviusError, match="sampling stopped") as stopped:
+        drawn(job(), folder, counting, progress=ProgressReporter(Stop(None)))
     assert stopped.value.exit_code == 75
     assert calls[0] == 50
     np.testing.assert_array_equal(drawn(job(), folder, counting), expected)

@@ -21,7 +21,7 @@ from vesuvius.experiments.bench.results import Cell, Measurement, build_page, re
 from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
-from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
+from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
 from vesuvius.report.page import RunReport, made_by, new_folder, render_html, write_page
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
@@ -87,7 +87,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
 
             try:
                 measure_rounds(done, len(configs), request.rounds, measure)
-            except TrialInterrupted as interrupted:
+            except StoppedError as interrupted:
                 log.error("%s", interrupted)
         code, report = _write(request, config, folder, done)
         return stop.exit_code or code, report
@@ -122,7 +122,7 @@ def measure_cell(
         lock_fd: descriptor that the trainer keeps open.
 
     Raises:
-        TrialInterrupted: `stopping` returned true; the process and its children are gone.
+        StoppedError: `stopping` returned true; the process and its children are gone.
         StorageError, OSError: the disk cannot be written.
     """
     began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)
@@ -134,7 +134,7 @@ def measure_cell(
         # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
         run = run.with_training(max_hours=limit_s / 3600)
     except StoppedError:
-        raise TrialInterrupted("interrupted while the volumes were opened") from None
+        raise StoppedError("interrupted while the volumes were opened") from None
     except (VesuviusError, ValidationError) as error:
         return Measurement(ended="failed", cause=one_line(error, 400))
     training, plan = config.training, data.plan

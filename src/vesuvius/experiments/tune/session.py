@@ -23,7 +23,7 @@ from vesuvius.config.load import dump_config
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
 from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, machine_words, with_micro_batch
-from vesuvius.experiments.trainer import Trainer, TrialInterrupted, next_number, trainer_config
+from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
 from vesuvius.experiments.tune.measurement import (
     READER_KNOBS,
     Block,
@@ -59,7 +59,7 @@ from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.ranks.share import single_rank_config
-from vesuvius.training.stop import StopRequest
+from vesuvius.training.stop import StoppedError, StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class TrialRunner:
     Args:
         directory: folder for the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
         lock_fd: descriptor that a trainer keeps open.
-        stopping: once it returns true, `measure` kills the trainer and raises TrialInterrupted.
+        stopping: once it returns true, `measure` kills the trainer and raises StoppedError.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TrialRunner:
     def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
 
-        After `limit_s` the trainer is killed.  Raises TrialInterrupted, and OSError if the disk cannot be written.
+        After `limit_s` the trainer is killed.  Raises StoppedError, and OSError if the disk cannot be written.
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
         starts = trainer is None or trainer.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
@@ -164,7 +164,7 @@ def tune(request: TuneRequest) -> int:
             search, why = Search(space, planner, policy), ""
             try:
                 _measure(search, runner, stop)
-            except TrialInterrupted as interrupted:
+            except StoppedError as interrupted:
                 why = str(interrupted)
                 log.error("%s", why)
             found = conclude(search, why)
@@ -175,10 +175,10 @@ def tune(request: TuneRequest) -> int:
 
 
 def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
-    """Measure all cells.  Raises TrialInterrupted after a signal."""
+    """Measure all cells.  Raises StoppedError after a signal."""
     while (cell := search.cell) is not None:
         if stop.is_requested():
-            raise TrialInterrupted("interrupted between two blocks")
+            raise StoppedError("interrupted between two blocks")
         number, seconds = len(search.blocks), format_duration(cell.expected_s)
         log.info("Block %d %s, %s: %s; about %s", number, cell.stage, KINDS[cell.kind], cell.why, seconds)
         block = runner.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s)

@@ -86,7 +86,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or `out` is another volume.
-        DataError, StorageError, GpuMemoryError, SamplingStoppedError, NonFiniteError: finished tiles are kept.
+        DataError, StorageError, GpuMemoryError, NonFiniteError, VesuviusError after a signal: finished tiles are kept.
     """
     started = time.monotonic()
     with prepared(request) as volume:

@@ -277,7 +277,7 @@ class VolumeSampler:
     def run(self, run_tasks: RunTasks, workers: int = 1) -> BlockArray:
         """Resume from the existing files, run to the last state and return it; only used blocks have one.
 
-        Raises SamplingStoppedError if a stop was requested, and the errors of tasks.
+        Raises VesuviusError if a stop was requested, and the errors of tasks.
 
         Args:
             workers: number of tasks that run at the same time.
