@@ -16,60 +16,26 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import REPOSITORY
+from tests.support import recorded_runs
 from vesuvius.monitor.memory.guard import Rung
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.verdict import Kind
 from vesuvius.runlog.prometheus import _BOUNDS, _RISKS, _RUNGS, COUNTED, LATEST, Exporter, label_of
 
 DOCS = REPOSITORY / "docs" / "prometheus"
-STEP = {
-    "kind": "step",
-    "time": 1_700_000_000.0,
-    "step": 7,
-    "steps": 100,
-    "samples": 8,
-    "samples_total": 56,
-    "loss": 0.25,
-    "grad_norm": 1.5,
-    "lr": 1e-4,
-    "step_s": 2.0,
-    "data_s": 0.5,
-    "gpu_s": 1.5,
-    "pause_s": 0.0,
-    "eta_s": 186.0,
-    "workers": 2,
-    "mfu": 0.4,
-}
-SYSTEM = {
-    "kind": "system",
-    "used_bytes": [1, 2, 3],
-    "anon_bytes": [1, 1, 1],
-    "shared_bytes": [0, 1, 2],
-    "trainer_bytes": [1, 1, 1],
-    "limit_bytes": 100,
-    "readers": {"11": 5, "12": 6},
-    "risk": "WARN",
-    "vram": None,
-    "disk": {"free_bytes": 10, "run_bytes": 5},
-    "gpus": [
-        {"index": 0, "busy": [0.1, 0.5, 0.9], "used_bytes": 7, "total_bytes": 9, "power_w": [1.0, 250.0, 300.0]},
-        {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
-    ],
-}
+STEP = recorded_runs.step(7, time=1_700_000_000.0, samples_total=56, loss=0.25, grad_norm=1.5, eta_s=186.0, mfu=0.4)
+GPUS = [
+    {"index": 0, "busy": [0.1, 0.5, 0.9], "used_bytes": 7, "total_bytes": 9, "power_w": [1.0, 250.0, 300.0]},
+    {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
+]
+DISK = {"free_bytes": 10, "run_bytes": 5}
+SYSTEM = recorded_runs.system(7, used_bytes=[1, 2, 3], readers={"11": 5, "12": 6}, risk="WARN", disk=DISK, gpus=GPUS)
 # One of each kind used by a metric.
 RECORDS: list[dict[str, Any]] = [
     {"kind": "run_start", "time": 1.0, "step": 0},
     STEP,
     SYSTEM | {"vram": {"reserved_bytes": [1, 2, 3], "peak_bytes": 2}},
-    {
-        "kind": "validation",
-        "time": 5.0,
-        "step": 7,
-        "loss": 0.5,
-        "relative_error": 1.1,
-        "best_step": 7,
-        "weights": {"raw": {"loss": 0.6}, "ema": {"loss": 0.5}},
-    },
+    {"kind": "validation", "relative_error": 1.1, "weights": {"raw": {"loss": 0.6}, "ema": {"loss": 0.5}}},
     {"kind": "verdict", "bound": "data-bound", "throttled_share": 0.0},
     {"kind": "checkpoint", "time": 9.0, "step": 7, "seconds": 1.0, "bytes": 1000, "saved_time": 8.0},
 ]

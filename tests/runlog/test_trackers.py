@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support import recorded_runs
 from tests.support.recorded_runs import current_records
 from tests.support.small_disk import fill, small_disk
 from vesuvius.errors import ConfigError
@@ -30,42 +31,18 @@ TAGS = {
     "events": "nonfinite/text_summary",
     "memory": "ram_gib vram_gib worker_max_gib",
     "preview": "correlation_distance histogram_distance picture spectrum_distance_db",
-    "system": "cores_busy gpu_0_busy ram_gib reader_max_gib",
+    "system": "cores_busy gpu_0_busy ram_gib reader_max_gib store_gib trainer_gib",
     "time": "backward_s data_s forward_s gpu_s h2d_s optimizer_s other_s samples_per_s step_p95_s step_s",
     "train": "grad_norm loss lr",
     "validation": "ema_bin_0 loss_ema loss_raw raw_bin_0 raw_bin_1",
 }
 START: Record = {"kind": "run_start", "time": 1000.0, "step": 0}
-STEP: Record = {
-    "kind": "step",
-    "time": 1004.5,
-    "step": 4,
-    "loss": 0.125,
-    "grad_norm": 0.25,
-    "lr": 1e-4,
-    "samples": 4,
-    "ram_used_bytes": 3 * 2**30,
-    "vram_used_bytes": 2**40,
-    "worker_max_bytes": 2**29,
-    "step_s": 2.0,
-    "step_p95_s": 2.5,
-    "data_s": 0.5,
-    "h2d_s": 0.25,
-    "gpu_s": 1.0,
-    "forward_s": 0.25,
-    "backward_s": 0.625,
-    "optimizer_s": 0.125,
-    "other_s": 0.25,
-}
-SYSTEM: Record = {
-    "kind": "system",
-    "time": 1010.0,
-    "step": 7,
-    "used_bytes": [1, 2, 2**30],
-    "readers": {"11": 2**29, "12": 2**28},
-    "cores_busy": 1.5,
-    "gpus": [{"index": 0, "busy": [0.0, 0.5, 1.0]}],
-}
+STEP = recorded_runs.step(
+    4, time=1004.5, loss=0.125, grad_norm=0.25, step_p95_s=2.5,
+    ram_used_bytes=3 * 2**30, vram_used_bytes=2**40, worker_max_bytes=2**29,
+)  # fmt: skip
+READERS, GPUS = {"11": 2**29, "12": 2**28}, [{"index": 0, "busy": [0.0, 0.5, 1.0]}]
+SYSTEM = recorded_runs.system(7, time=1010.0, used_bytes=[1, 2, 2**30], readers=READERS, gpus=GPUS)
 VALIDATION: Record = {
     "kind": "validation",
     "time": 1020.0,
@@ -87,9 +64,9 @@ END = {"kind": "run_end", "time": 1030.0, "step": 10, "exit_code": 0}
 SCALARS = {  # of the records above: figure, step and time
     "train/loss": (0.125, 4, 1004.5),
     "train/grad_norm": (0.25, 4, 1004.5),
-    "time/step_s": (2.0, 4, 1004.5),
+    "time/step_s": (0.5, 4, 1004.5),
     "time/step_p95_s": (2.5, 4, 1004.5),
-    "time/samples_per_s": (2.0, 4, 1004.5),
+    "time/samples_per_s": (8.0, 4, 1004.5),
     "memory/ram_gib": (3.0, 4, 1004.5),
     "memory/vram_gib": (1024.0, 4, 1004.5),
     "memory/worker_max_gib": (0.5, 4, 1004.5),
