@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.monitor.memory.simulated import process
 from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor import monitor as monitor_module
 from vesuvius.monitor.memory.guard import LoopStatus, Order
@@ -26,7 +27,6 @@ from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.monitor import Monitor, kills_text
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.probes.vram import VramUse, gpu_uuid
 from vesuvius.runlog.records import read_records
@@ -46,22 +46,7 @@ class ScriptedWatcher(Watcher):
     def sample(self) -> SystemSample:
         self.samples += 1
         real = super().sample()
-        return replace(real, processes=(_process(os.getpid(), self._anon_bytes(self.samples)),), shared_bytes=GIB // 4)
-
-
-def _process(pid: int, anon_bytes: int) -> ProcessUse:
-    return ProcessUse(
-        pid=pid,
-        parent=1,
-        name="python",
-        started_s=1.0,
-        status="sleeping",
-        anon_bytes=anon_bytes,
-        shmem_bytes=0,
-        file_bytes=0,
-        swap_bytes=0,
-        cpu_s=0.0,
-    )
+        return replace(real, processes=(process(os.getpid(), self._anon_bytes(self.samples)),), shared_bytes=GIB // 4)
 
 
 def in_dir(place: Path) -> RunDir:
