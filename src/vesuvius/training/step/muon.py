@@ -12,9 +12,10 @@ buffer, and their squares are stacked with all others of the same side.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,66 +72,46 @@ class Muon(torch.optim.AdamW):
         matrices.lerp_(momentum, _MOMENTUM)
         norms = torch.stack(torch._foreach_norm(stacks.parts(matrices))) + _LEAST_NORM
         size = applied * group["lr"]
-        directions = self._orthogonalized(stacks.by_side, matrices, norms, stacks.scales * size / norms)
+        directions = self._orthogonalized(stacks, matrices, norms, stacks.scales * size / norms)
         stacks.steps.add_(applied)
         torch._foreach_mul_(kernels, 1 - size * group["weight_decay"])
         torch._foreach_sub_(kernels, stacks.parts(directions))
 
-    def _orthogonalized(self, sides: Sequence[_Side], matrices: Tensor, norms: Tensor, scales: Tensor) -> Tensor:
-        """U p(S) V^T of all matrices times `scales`, which include 1 / norm; each rank iterates its share.
+    def _orthogonalized(self, stacks: _Stacks, matrices: Tensor, norms: Tensor, scales: Tensor) -> Tensor:
+        """U p(S) V^T of all matrices times `scales`, which include 1 / norm; rank r of W iterates every Wth.
 
         On a GPU the two products with X use TF32: as fast as bf16 with its casts, at an eighth of its rounding error.
         The iteration needs full float32: a square holds squared singular values, and rounding errors of small ones grow
         twelvefold per iteration.
         """
-        directions, squared_norms, ranks = torch.empty_like(matrices), norms.square()[:, None, None], self._ranks
+        rank, world, squared_norms = self._ranks.rank, self._ranks.world, norms.square()[:, None, None]
+        directions = torch.empty_like(matrices)
+        sources, targets = stacks.by_shape(matrices), stacks.by_shape(directions)
         before, coarse = torch.get_float32_matmul_precision(), "high" if matrices.is_cuda else "highest"
+        first = 0
         try:
-            for group in sides:
-                each = -(-group.size // ranks.world)
-                own = range(min(ranks.rank * each, group.size), min((ranks.rank + 1) * each, group.size))
-                squares = matrices.new_zeros(each, group.side, group.side)
+            for side, shapes in stacks.sides:
+                xs, outs = sources[shapes], targets[shapes]
+                sizes = [len(x) for x in xs]
+                kernels, count = slice(first, first + sum(sizes)), sum(sizes)
+                first += count
+                squares = matrices.new_zeros(len(range(rank, count, world)), side, side)
                 torch.set_float32_matmul_precision(coarse)
-                _write_squares(group, own, matrices, squares)
+                _write_squares(xs, squares, rank, world)
                 torch.set_float32_matmul_precision("highest")
-                squares[: len(own)].div_(squared_norms[group.first + own.start : group.first + own.stop])
-                factors = polynomial_of(squares)
-                if ranks.world > 1:
-                    mine, factors = factors, factors.new_zeros(ranks.world * each, group.side, group.side)
-                    factors[ranks.rank * each : (ranks.rank + 1) * each] = mine
-                    ranks.sum(factors)  # exact: the other ranks add zeros
-                factors = factors[: group.size] * scales[group.first : group.first + group.size, None, None]
+                factors = polynomial_of(squares.div_(squared_norms[kernels][rank::world]))
+                if world > 1:
+                    mine, factors = factors, factors.new_zeros(count, side, side)
+                    factors[rank::world] = mine
+                    self._ranks.sum(factors)  # exact: the other ranks add zeros
                 torch.set_float32_matmul_precision(coarse)
-                _write_products(group, factors, matrices, directions)
+                scaled = torch.split(factors * scales[kernels, None, None], sizes)
+                for x, out, factor in zip(xs, outs, scaled, strict=True):
+                    factor = factor[:, : min(x.shape[1:]), : min(x.shape[1:])]
+                    torch.bmm(*((factor, x) if x.shape[1] <= x.shape[2] else (x, factor)), out=out)
         finally:
             torch.set_float32_matmul_precision(before)
         return directions
-
-
-class _Shape(NamedTuple):
-    """Kernels of equal shape, consecutive in the shared buffer."""
-
-    first: int  # offset of the first element
-    size: int  # number of kernels
-    rows: int
-    columns: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """View of the buffer, [size, rows, columns]."""
-        return flat[self.first : self.first + self.size * self.rows * self.columns].view(self[1:])
-
-
-class _Side(NamedTuple):
-    """Kernels whose squares are iterated together, zero-padded to a common side."""
-
-    side: int
-    first: int  # index of the first kernel
-    shapes: list[_Shape]
-
-    @property
-    def size(self) -> int:
-        """Number of kernels."""
-        return sum(shape.size for shape in self.shapes)
 
 
 class _Stacks:
@@ -140,8 +121,8 @@ class _Stacks:
     """
 
     def __init__(self, kernels: Sequence[Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
-        sides = common_sides([_short(kernel) for kernel in kernels])
-        key = {kernel: (sides[_short(kernel)], len(kernel), kernel[0].numel()) for kernel in kernels}
+        padded = common_sides([_short(kernel) for kernel in kernels])
+        key = {kernel: (padded[_short(kernel)], len(kernel), kernel[0].numel()) for kernel in kernels}
         self.kernels = sorted(kernels, key=key.__getitem__)
         self.momentum = self.kernels[0].new_zeros(sum(kernel.numel() for kernel in kernels))
         self.steps = self.momentum.new_zeros(len(kernels))  # AdamW expects them in a loaded state
@@ -153,14 +134,16 @@ class _Stacks:
             of_kernel |= {"momentum": momentum, "step": step}
         longest = [max(len(kernel), kernel[0].numel()) for kernel in self.kernels]
         self.scales = torch.tensor([0.2 * math.sqrt(side) for side in longest], device=self.momentum.device)
-        self.by_side: list[_Side] = []
-        first, offset = 0, 0
-        for side, of_side in groupby(self.kernels, lambda kernel: key[kernel][0]):
-            self.by_side.append(_Side(side, first, []))
-            for (_, rows, columns), alike in groupby(of_side, key.__getitem__):
-                shape = _Shape(offset, len(list(alike)), rows, columns)
-                self.by_side[-1].shapes.append(shape)
-                first, offset = first + shape.size, offset + shape.size * rows * columns
+        shapes = [(shape, len(list(alike))) for shape, alike in groupby(self.kernels, key.__getitem__)]
+        self._shapes = [(count, rows, columns) for (_, rows, columns), count in shapes]
+        sides = [side for (side, _, _), _ in shapes]
+        # Each side to which squares are padded, and the shapes that have it.
+        self.sides = [(side, slice(sides.index(side), bisect_right(sides, side))) for side in dict.fromkeys(sides)]
+
+    def by_shape(self, flat: Tensor) -> list[Tensor]:
+        """Views of a buffer: the matrices of each shape, [kernels, rows, columns]."""
+        parts = torch.split(flat, [math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Views of a buffer, each with the shape and memory layout of its kernel."""
@@ -187,28 +170,15 @@ def common_sides(sides: Sequence[int]) -> dict[int, int]:
     return padded
 
 
-def _write_squares(group: _Side, own: range, matrices: Tensor, squares: Tensor) -> None:
-    """Write X X^T (of the shorter side) of the matrices with these indices in `group`."""
-    first = 0
-    for shape in group.shapes:
-        low, high = max(own.start - first, 0), min(own.stop - first, shape.size)
-        if low < high:
-            x = shape.of(matrices)[low:high]
-            x = x if shape.rows <= shape.columns else x.mT
-            offset, side = first + low - own.start, x.shape[1]
-            torch.bmm(x, x.mT, out=squares[offset : offset + high - low, :side, :side])
-        first += shape.size
-
-
-def _write_products(group: _Side, factors: Tensor, matrices: Tensor, products: Tensor) -> None:
-    """Write factor times matrix, on the shorter side, for all of `group`."""
-    first = 0
-    for shape in group.shapes:
-        x, out = shape.of(matrices), shape.of(products)
-        side = min(shape.rows, shape.columns)
-        factor = factors[first : first + shape.size, :side, :side]
-        torch.bmm(*((factor, x) if shape.rows <= shape.columns else (x, factor)), out=out)
-        first += shape.size
+def _write_squares(stacks: Sequence[Tensor], squares: Tensor, rank: int, world: int) -> None:
+    """Write X X^T, of the shorter side, of each `world`th of these matrices from the `rank`th on."""
+    first = written = 0
+    for stack in stacks:
+        x = stack[(rank - first) % world :: world]
+        x = x if x.shape[1] <= x.shape[2] else x.mT
+        side = x.shape[1]
+        torch.bmm(x, x.mT, out=squares[written : written + len(x), :side, :side])
+        first, written = first + len(stack), written + len(x)
 
 
 def polynomial_of(squares: Tensor) -> Tensor:
