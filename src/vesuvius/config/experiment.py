@@ -76,7 +76,7 @@ class ClusterConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(10, description="limit on restarts from the last checkpoint after lost ranks")
     rank_timeout_minutes: float = Field(
-        30.0, gt=0, description="longest wait of a rank for other ranks, for validation on rank 0, or for nodes"
+        30.0, gt=0, description="longest wait of a rank for other ranks, for a preview on rank 0, or for nodes"
     )
 
 

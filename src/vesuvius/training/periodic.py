@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class PeriodicTasks:
-    """Validates on all ranks together, and on rank 0 makes previews and saves; without either, `reference` is None."""
+    """Validates on all ranks together, and on rank 0 makes previews and saves.  `reference` is for the first two."""
 
     def __init__(
         self, run: RunContext, train_step: TrainStep, reference: Reference | None, writer: CheckpointWriter

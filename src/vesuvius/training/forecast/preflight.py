@@ -95,7 +95,7 @@ def preflight(
     ranks_here: int = 1,
     known: DataFacts | None = None,
 ) -> Preflight:
-    """Check config, torch, volumes, split, plan, intensities, memory and disk space; only fills the disk cache.
+    """Check config, torch, volumes, split, plan, intensities, memory and disk space; writes to the disk cache only.
 
     Args:
         resume: the run may exist.
