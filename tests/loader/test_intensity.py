@@ -9,20 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.loader.test_device import on_each_device
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.stream.start.prepare import IntensityRange
-
-on_each_device = pytest.mark.parametrize(
-    "device",
-    [
-        torch.device("cpu"),
-        pytest.param(
-            torch.device("cuda"),
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-        ),
-    ],
-    ids=str,
-)
 
 # Low and high: all of a dtype, and little of it far from 0, where a rounding before low is subtracted loses the range.
 RANGES: list[tuple[str, float, float]] = [

@@ -13,7 +13,6 @@ from typing import Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
@@ -118,14 +117,6 @@ def _pinned(tensor: Tensor) -> Tensor:
     copy = torch.empty_like(tensor, pin_memory=True)
     np.copyto(copy.numpy(), tensor.numpy())  # torch would wait for a thread on each core, which readers keep busy
     return copy
-
-
-def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
-    """Augment and normalise voxels [B, Z, Y, X] in the stored dtype: float32 [B, 1, Z, Y, X].
-
-    `scales` are the `intensity_scales` of each sample's volume, float64 [B, 2].
-    """
-    return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales)
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:

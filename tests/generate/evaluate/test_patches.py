@@ -24,8 +24,8 @@ from vesuvius.generate.evaluate.patches import (
     open_generated,
 )
 from vesuvius.generate.sample_zarr import to_grey_values
-from vesuvius.loader.device import model_values
-from vesuvius.loader.intensity import intensity_scales
+from vesuvius.loader.device import apply_symmetries
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.box import box_at
@@ -70,7 +70,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
-    values = model_values(raw, shown, np.repeat(intensity_scales([GREY]), COUNT, 0))[:, 0].numpy()
+    values = normalised(apply_symmetries(raw, shown), np.repeat(intensity_scales([GREY]), COUNT, 0)).numpy()
     return to_grey_values(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values
-from vesuvius.loader.device import apply_symmetries, model_values
+from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
@@ -159,7 +159,8 @@ class RealSource:
         rows = list(range(len(found.volumes)) if rows is None else rows)
         locations = _locations(found)[rows]
         shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
-        values = model_values(torch.from_numpy(found.patches[rows]), shown, self._scales[locations[:, 0]])[:, 0].numpy()
+        raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
+        values = normalised(raw, self._scales[locations[:, 0]]).numpy()
         return PatchSet(self.values_of(to_grey_values(values, *self.stored_as)), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:

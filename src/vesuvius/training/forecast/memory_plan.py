@@ -54,8 +54,9 @@ LARGEST_PLANNED_BATCH = 1024  # larger answers are useless
 _CPU_FRAGMENTATION = 0.5
 # The caching allocator's segments of 2 MiB and more have unused holes.  Assumed, not measured.
 _FRAGMENTATION = 0.05
-# `training.*` keys that determine memory and operations of a step.
+# Keys of `training` and `data` that determine memory and operations of a step, as they are.
 _STEP_KEYS = ("recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
+_DATA_KEYS = ("patch_size", "condition_classes", "augment")
 
 _aten = torch.ops.aten
 # torch counts attention only for CUDA kernels; the CPU kernel has the same first arguments and products.
@@ -169,21 +170,16 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     planned_for = torch.device("cuda") if amp is None else device
     if amp is None:
         amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
-    channels_last = uses_channels_last(training.model_copy(update={"amp": amp}), planned_for)
-    condition = ArrayConfig(path="any") if config.has_condition else None
-    of_data = {key: getattr(data, key) for key in ("patch_size", "condition_classes", "augment")}
-    of_training = {key: getattr(training, key) for key in _STEP_KEYS} | {
-        "accumulate_steps": min(training.accumulate_steps, 2),
-        "extra_ema_decays": tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
-    }
-    of_step = Config(
-        name="any",
-        data=DataConfig(volumes=(VolumeConfig(path="any", condition=condition),), **of_data),
-        training=TrainingConfig(amp=amp, channels_last=channels_last, **of_training),
-        diffusion=config.diffusion,
-        model=config.model,
+    training = TrainingConfig(
+        amp=amp,
+        channels_last=uses_channels_last(training.model_copy(update={"amp": amp}), planned_for),
+        accumulate_steps=min(training.accumulate_steps, 2),
+        extra_ema_decays=tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
+        **{key: getattr(training, key) for key in _STEP_KEYS},
     )
-    return TracedStep(of_step)
+    volume = VolumeConfig(path="any", condition=ArrayConfig(path="any") if config.has_condition else None)
+    data = DataConfig(volumes=(volume,), **{key: getattr(data, key) for key in _DATA_KEYS})
+    return TracedStep(Config(name="any", data=data, training=training, diffusion=config.diffusion, model=config.model))
 
 
 @lru_cache(maxsize=8)  # dry run, tune and init request the same step repeatedly

@@ -296,7 +296,7 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
             return config.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limit: int = 3) -> str:
+def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
     """First few differences in name and shape between given weights and a network's own; '' if they fit.  Pure."""
     problems = [f"{name} missing" for name in own if name not in given]
     problems += [f"{name} unexpected" for name in given if name not in own]
@@ -305,8 +305,8 @@ def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limi
         for name, weight in own.items()
         if name in given and given[name].shape != weight.shape
     ]
-    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
-    return ", ".join(problems[:limit] + more)
+    more = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+    return ", ".join(problems[:3] + more)
 
 
 def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
