@@ -84,7 +84,9 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
     """Train, and return errors by level, their geometric mean for each set of weights, and the seconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(demo_config(volume, seed, steps)))
+        length = {"steps_per_epoch": steps, "epochs": 1, "save_every": steps, "validate_every": steps}
+        adamw = {"optimizer": "adamw", "lr_schedule": "cosine", "warmup_steps": 20}
+        path.write_text(yaml.safe_dump(demo_config("recipe", volume, seed, **length, **adamw)))
         command = [sys.executable, "-m", "vesuvius.train", "--config", str(path), *keys, "training.validate_every=0"]
         done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
         if done.returncode:
@@ -97,24 +99,13 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
     return {"errors": [round(error, 3) for error in errors["ema"]], "mean": means, "step_s": round(seconds, 3)}
 
 
-def demo_config(volume: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The demo's config on another volume, without conditions and Ray, and by default with AdamW and cosine decay."""
+def demo_config(name: str, volume: Path, seed: int, **training: Any) -> dict[str, Any]:
+    """The demo's config on another volume, without conditions and Ray, with other `training.*` keys."""
     config: dict[str, Any] = yaml.safe_load(DEMO.read_text())
     del config["diffusion"]  # the dropout of conditions
     config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
-    config["training"] |= {
-        "workers": 0,
-        "steps_per_epoch": steps,
-        "epochs": 1,
-        "optimizer": "adamw",
-        "lr_schedule": "cosine",
-        "warmup_steps": 20,
-        "save_every": steps,
-        "validate_every": steps,
-        "validate_patches": PATCHES,
-        "preview_every": 0,
-    }
-    return config | {"name": "recipe", "seed": seed, "monitor": {"tensorboard": False}}
+    config["training"] |= {"workers": 0, "validate_patches": PATCHES, "preview_every": 0} | training
+    return config | {"name": name, "seed": seed, "monitor": {"tensorboard": False}}
 
 
 @torch.no_grad()

@@ -125,19 +125,8 @@ def main() -> None:
 
 def config_of(volume: Path, seed: int) -> dict[str, Any]:
     """The demo's config for another volume, without labels, and with no end of its own."""
-    config: dict[str, Any] = yaml.safe_load(recipes.DEMO.read_text())
-    del config["diffusion"]  # the dropout of conditions
-    config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
-    config["training"] |= {
-        "workers": 0,
-        "epochs": 10**4,
-        "ema_decay": 0.998,
-        "save_every": 250,
-        "validate_every": 10**6,
-        "validate_patches": recipes.PATCHES,
-        "preview_every": 0,
-    }
-    return config | {"name": "run", "seed": seed, "monitor": {"tensorboard": False}}
+    endless = {"epochs": 10**4, "ema_decay": 0.998, "save_every": 250, "validate_every": 10**6}
+    return recipes.demo_config("run", volume, seed, **endless)
 
 
 # ---- ours
