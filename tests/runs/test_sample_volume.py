@@ -394,8 +394,8 @@ def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
         "labels": labels / labels.max(),
         "generated from the labels": (voxels(out) - np.float64(low)) / (high - low),
     }
-    cells, _, bar = drawn[0]
-    assert (bar.pixels, bar.voxel_size_um) == (2, (8.0, 8.0, 8.0))
+    cells, _, scale = drawn[0]
+    assert (scale.pixels_zyx, scale.voxel_size_um) == ((2.0, 2.0, 2.0), (8.0, 8.0, 8.0))
     for cell, (caption, values) in zip(cells, shown.items(), strict=True):
         assert cell.caption == caption
         expected = np.clip(values[(z1 - z0) // 2], 0, 1) * 255

@@ -31,7 +31,7 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
-from vesuvius.training.validation.pictures import BACKGROUND, MontageCell, ScaleBar, draw_grid
+from vesuvius.training.validation.pictures import BACKGROUND, MontageCell, Scale, draw_grid
 from vesuvius.training.validation.pictures import GAP as GAP_PX
 from vesuvius.volumes.box import Box, shape_of, slices
 from vesuvius.volumes.geometry import FloatTriple
@@ -95,7 +95,7 @@ def main() -> None:
     }
     cells = [MontageCell(caption, two_slices(voxels)) for caption, voxels in pictures.items()]
     title = f"64x256x256 voxels; above: slice z={SHOWN_Z}, below: slice x={SHOWN_X} (z down)"
-    draw_grid(cells, title, ScaleBar(1, voxel_size_um(arguments.volume)), 3).save(arguments.picture, optimize=True)
+    draw_grid(cells, title, Scale.of(voxel_size_um(arguments.volume), 1), 3).save(arguments.picture, optimize=True)
 
 
 def voxel_size_um(path: Path) -> FloatTriple | None:

@@ -51,7 +51,7 @@ from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
 from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
-from vesuvius.training.validation.pictures import MontageCell, ScaleBar, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, covered_shape
 from vesuvius.volumes.box import box_at, triple
 from vesuvius.volumes.geometry import FloatTriple
@@ -98,7 +98,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
     """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, network = info.config, Network(request)
     volume, grey = info.data.volumes[request.volume_index], info.data.greys.volumes[request.volume_index]
-    scale = magnification(config.data.patch_size)
+    scale = Scale.of_patch(config.data.patch_size, volume.voxel_size_um)
     log.info(
         "Sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
         *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
@@ -164,7 +164,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "
         f"{config.diffusion.sampler_steps} steps, seed {request.seed}{more}; middle slices across z, y and x"
     )
-    draw_grid(cells, title, ScaleBar(scale, volume.voxel_size_um)).save(directory / MONTAGE, format="PNG")
+    draw_grid(cells, title, scale).save(directory / MONTAGE, format="PNG")
     return evaluations
 
 

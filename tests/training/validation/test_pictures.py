@@ -14,7 +14,7 @@ from vesuvius.training.validation.pictures import (
     GAP,
     LINE,
     MontageCell,
-    ScaleBar,
+    Scale,
     draw_grid,
     orthogonal_slices,
     with_charts,
@@ -27,7 +27,7 @@ ORANGE, BLUE = (255, 166, 43), (110, 198, 255)  # generated, real
 def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     patch = np.full((2, 3, 5), -1.0)
     patch[1], patch[:, 1], patch[:, :, 2] = 0.0, 0.5, 1.0
-    picture = orthogonal_slices(patch, 2)
+    picture = orthogonal_slices(patch, Scale.of(None, 2))
     assert picture.shape == (2 * (3 + 2) + 2 * GAP, 2 * (5 + 2) + 2 * GAP)
     across_z, across_y, across_x = picture[:6, :10], picture[6 + GAP : 10 + GAP, :10], picture[:6, 10 + GAP : 14 + GAP]
     assert across_z[::2, ::2].tolist() == [
@@ -42,10 +42,22 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     )
 
 
+def test_voxels_that_are_no_cubes_are_drawn_in_proportion() -> None:
+    patch = np.full((2, 3, 5), -1.0)
+    patch[1], patch[:, 1], patch[:, :, 2] = 0.0, 0.5, 1.0
+    scale = Scale.of((20.0, 8.0, 10.0), 2)
+    picture = orthogonal_slices(patch, scale)
+    height, width, depth = 2 * 3, round(2.5 * 5), 5 * 2
+    assert picture.shape == (height + depth + 2 * GAP, width + depth + 2 * GAP)
+    across_y = picture[height + GAP : -GAP, :width]
+    assert across_y.tolist() == [[191] * 5 + [255] * 3 + [191] * 4] * 10
+    assert Scale.of_patch((16, 64, 64), (20.0, 5.0, 5.0)).pixels_zyx == (8.0, 2.0, 2.0)
+
+
 @pytest.mark.parametrize("count", [1, 7, 64])
 def test_a_grid_shows_every_cell_once_and_is_roughly_square(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
-    picture = np.asarray(draw_grid(cells, "t", ScaleBar(1, None)))
+    picture = np.asarray(draw_grid(cells, "t", Scale.of(None, 1)))
     found = [int((picture == 100 + number).sum()) for number in range(count)]
     # a few pixels of the letters may be as grey as a cell
     assert all(abs(n - 100 * 120) < 400 for n in found), found
@@ -88,22 +100,23 @@ def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
         (2, None, 96, (40, "20 voxels")),
         (0.5, None, 96, (50, "100 voxels")),
         (1, (8.0, 8.0, 8.0), 100, (62, "500 µm   (voxel 8 µm)")),
-        (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm along x   (voxel 8 x 4 x 2.5 µm)")),
+        (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm   (voxel 8 x 4 x 2.5 µm)")),
     ],
 )
 def test_a_scale_bar_has_the_length_along_x_that_its_label_states(
     pixels: float, size_um: tuple[float, float, float] | None, width: int, bar: tuple[int, str]
 ) -> None:
     """A program that took the size along z for x, or forgot the magnification, would draw another length."""
-    assert ScaleBar(pixels, size_um).fitted(width) == bar
-    grid = np.asarray(draw_grid([MontageCell("c", np.zeros((width, width), np.uint8))], "t", ScaleBar(pixels, size_um)))
+    scale = Scale.of(size_um, pixels)
+    assert scale.bar(width) == bar
+    grid = np.asarray(draw_grid([MontageCell("c", np.zeros((width, width), np.uint8))], "t", scale))
     assert (grid[-LINE + 8 : -LINE + 12, GAP : GAP + bar[0]] > 200).all()
     assert (grid[-LINE + 8, GAP + bar[0] :][:4] == BACKGROUND).all()
 
 
 def test_a_long_title_wraps_instead_of_widening_the_picture() -> None:
     cell = MontageCell("c", np.full((100, 100), 7, np.uint8))
-    short, long = (np.asarray(draw_grid([cell], title, ScaleBar(1, None))) for title in ("one", "word " * 200))
+    short, long = (np.asarray(draw_grid([cell], title, Scale.of(None, 1))) for title in ("one", "word " * 200))
     assert long.shape[1] < 560
     assert long.shape[0] > short.shape[0] + 5 * LINE
     assert (long == 7).sum() >= 100 * 100, "the text does not cover the picture"

@@ -41,7 +41,7 @@ from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
-from vesuvius.training.validation.pictures import MontageCell, ScaleBar, draw_grid, magnification, middle_slice
+from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 from vesuvius.volume_tools.record import check_record, finished_record
 from vesuvius.volumes.geometry import FloatTriple
@@ -175,7 +175,7 @@ def _montage(
     folder: Path, rows: dict[str, NDArray[np.float32]], name: str, voxel_size_um: FloatTriple | None
 ) -> Picture:
     """Write montage.png with middle slices of the first patches of each set in alternating rows; also for the page."""
-    scale, kinds = magnification(rows["real"].shape[1:]), " / ".join(rows)
+    scale, kinds = Scale.of_patch(rows["real"].shape[1:], voxel_size_um), " / ".join(rows)
     count = min(_SHOWN, *map(len, rows.values())) // _COLUMNS * _COLUMNS
     cells = [
         MontageCell(f"{kind} {number}", middle_slice(patches[number], scale))
@@ -184,7 +184,7 @@ def _montage(
         for number in range(first, first + _COLUMNS)
     ]
     title = f"{name}: {kinds} patches in alternating rows, middle slices across z"
-    montage = draw_grid(cells, title, ScaleBar(scale, voxel_size_um), _COLUMNS)
+    montage = draw_grid(cells, title, scale, _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)

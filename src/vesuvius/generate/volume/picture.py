@@ -25,7 +25,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
 from vesuvius.training.validation.pictures import (
     MontageCell,
-    ScaleBar,
+    Scale,
     UInt8,
     draw_grid,
     joined_slices,
@@ -42,7 +42,7 @@ Float32 = NDArray[np.float32]
 _SOFTWARE = "vesuvius sample"
 _SCALE = 2
 _CHARTS_PX = 220
-_LONGEST = 512  # voxels along an axis; of larger volumes a coarser level is shown
+_LONGEST = 512  # pixels along an axis; of larger volumes a coarser level is shown
 _WIDTH_PX = 256  # small volumes are magnified to about this
 
 
@@ -69,19 +69,19 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
     cells, name = [], "generated"
     if request.labels_out is not None:
-        labels, scale, size_um = _volume_slices(request.labels_out, None)
+        labels, _ = _volume_slices(request.labels_out, None)
         cells, name = [MontageCell("labels", labels)], "generated from the labels"
-    shown, scale, size_um = _volume_slices(request.out, grey)
+    shown, scale = _volume_slices(request.out, grey)
     cells.append(MontageCell(name, shown))
-    grid = draw_grid(cells, f"{request.out.name}: middle slices", ScaleBar(scale, size_um), len(cells))
+    grid = draw_grid(cells, f"{request.out.name}: middle slices", scale, len(cells))
     mark = PngInfo()
     mark.add_text("Software", _SOFTWARE)
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
         grid.save(picture, pnginfo=mark)
 
 
-def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int, FloatTriple | None]:
-    """Middle slices of an OME-Zarr, pixels per voxel and the size of a voxel of the level that is shown.
+def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, Scale]:
+    """Middle slices of an OME-Zarr, and the scale of the level that is shown.
 
     Args:
         grey: grey values that become black and white; None = from 0 to the largest value.
@@ -89,7 +89,8 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int,
     for level in itertools.count():
         with closing(open_volume(ArrayConfig(path=str(path), level=level))) as volume:
             shape, size_um = volume.shape_zyx, volume.voxel_size_um
-            if max(shape) > _LONGEST and (path / str(level + 1)).is_dir():
+            longest = Scale.of(size_um, 1).longest_side(shape)
+            if longest > _LONGEST and (path / str(level + 1)).is_dir():
                 continue
             ends = [(0, size) for size in shape]
             middles = [(size // 2, size // 2 + 1) for size in shape]
@@ -98,8 +99,8 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, int,
             break
     grey = grey or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
     flat = [_model_values(face, grey).squeeze(axis) for axis, face in enumerate(faces)]
-    scale = max(1, _WIDTH_PX // max(shape))
-    return joined_slices(flat[0], flat[1], flat[2], scale), scale, size_um
+    scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
+    return joined_slices(flat[0], flat[1], flat[2], scale), scale
 
 
 def _model_values(voxels: NDArray[np.generic], grey: IntensityRange) -> Float32:
@@ -156,12 +157,13 @@ def side_by_side(
         "labels": labels * (2 / max(1, labels.max())) - 1,
         "generated from the labels": generated,
     }
-    width = real.shape[2] * _SCALE
-    cells = [MontageCell(name, orthogonal_slices(voxels, _SCALE)[:, :width]) for name, voxels in columns.items()]
+    scale = Scale.of(voxel_size_um, _SCALE)
+    width = round(real.shape[2] * scale.pixels_zyx[2])
+    cells = [MontageCell(name, orthogonal_slices(voxels, scale)[:, :width]) for name, voxels in columns.items()]
     textures = {
         name: measure_texture(patches_of(voxels, patch_zyx)) for name, voxels in columns.items() if name != "labels"
     }
-    montage = draw_grid(cells, title, ScaleBar(_SCALE, voxel_size_um), len(cells))
+    montage = draw_grid(cells, title, scale, len(cells))
     return with_charts(montage, textures, grey, _CHARTS_PX)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, Texture
+from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import FloatTriple
 
 UInt8 = NDArray[np.uint8]
@@ -37,36 +38,76 @@ _STYLE = dict.fromkeys(("figure.facecolor", "axes.facecolor"), str(BACKGROUND / 
 }
 
 
-def magnification(shape_zyx: Sequence[int]) -> int:
-    """Integer factor by which the slices of a patch are enlarged.  Pure."""
-    return max(1, -(-_SMALLEST_SIDE // max(shape_zyx)))
+@dataclass(frozen=True)
+class Scale:
+    """Pixels of a voxel along z, y and x, in proportion to its edges, and their lengths; None = unknown."""
+
+    pixels_zyx: FloatTriple
+    voxel_size_um: FloatTriple | None
+
+    @classmethod
+    def of(cls, voxel_size_um: FloatTriple | None, pixels: float) -> Self:
+        """Return the scale that gives the shortest edge this many pixels."""
+        size_um = voxel_size_um or (1.0, 1.0, 1.0)
+        return cls(triple(pixels * size / min(size_um) for size in size_um), voxel_size_um)
+
+    @classmethod
+    def of_patch(cls, shape_zyx: Sequence[int], voxel_size_um: FloatTriple | None) -> Self:
+        """Return the smallest scale with whole pixels that makes the longest side of a patch about 96 pixels long."""
+        longest = cls.of(voxel_size_um, 1).longest_side(shape_zyx)
+        return cls.of(voxel_size_um, max(1, math.ceil(_SMALLEST_SIDE / longest)))
+
+    def longest_side(self, shape_zyx: Sequence[int]) -> float:
+        """Return the pixels of the longest side of a box."""
+        return max(size * pixels for size, pixels in zip(shape_zyx, self.pixels_zyx, strict=True))
+
+    def bar(self, width: int) -> tuple[int, str]:
+        """Width in pixels of the longest bar of 1, 2 or 5 times a power of ten along x in `width`; its label."""
+        size_um, pixels = self.voxel_size_um[2] if self.voxel_size_um else 1.0, self.pixels_zyx[2]
+        longest = width / pixels * size_um
+        power = 10.0 ** math.floor(math.log10(longest))
+        length = max(factor * power for factor in (1, 2, 5) if factor * power <= longest)
+        bar = round(length / size_um * pixels)
+        if self.voxel_size_um is None:
+            return bar, f"{length:g} voxels"
+        sizes = [f"{size:.4g}" for size in self.voxel_size_um]
+        voxel = sizes[0] if len(set(sizes)) == 1 else " x ".join(sizes)
+        return bar, f"{f'{length / 1000:g} mm' if length >= 1000 else f'{length:g} µm'}   (voxel {voxel} µm)"
 
 
-def orthogonal_slices(patch: NDArray[Any], scale: int) -> UInt8:
+def orthogonal_slices(patch: NDArray[Any], scale: Scale) -> UInt8:
     """The middle slices of a patch [Z, Y, X] as `joined_slices`.  Pure."""
     z, y, x = (size // 2 for size in patch.shape)
     return joined_slices(patch[z], patch[:, y], patch[:, :, x], scale)
 
 
-def joined_slices(across_z: NDArray[Any], across_y: NDArray[Any], across_x: NDArray[Any], scale: int) -> UInt8:
-    """Slices [Y, X], [Z, X] and [Z, Y] as three faces of a box, each voxel `scale` pixels wide.  Pure.
+def joined_slices(across_z: NDArray[Any], across_y: NDArray[Any], across_x: NDArray[Any], scale: Scale) -> UInt8:
+    """Slices [Y, X], [Z, X] and [Z, Y] as three faces of a box.  Pure.
 
     Top left: the slice across z; below it across y (x to the right in both); to its right across x (z to the right).
     -1 and NaN are black, +1 is white.  A gap follows each slice on the right and below.
     """
-    depth, height, width = (size * scale + GAP for size in (len(across_y), *across_z.shape))
-    picture = np.full((height + depth, width + depth), BACKGROUND, np.uint8)
-    for top, left, face in ((0, 0, across_z), (height, 0, across_y), (0, width, across_x.T)):
-        shown = np.clip(np.nan_to_num(face, nan=-1), -1, 1)
-        grey = ((shown + 1) * 127.5).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
-        picture[top : top + grey.shape[0], left : left + grey.shape[1]] = grey
+    z, y, x = scale.pixels_zyx
+    faces = _enlarged(across_z, y, x), _enlarged(across_y, z, x), _enlarged(across_x.T, y, z)
+    height, width = (size + GAP for size in faces[0].shape)
+    picture = np.full((height + len(faces[1]) + GAP, width + faces[2].shape[1] + GAP), BACKGROUND, np.uint8)
+    for top, left, face in zip((0, height, 0), (0, 0, width), faces, strict=True):
+        picture[top : top + face.shape[0], left : left + face.shape[1]] = face
     return picture
 
 
-def middle_slice(patch: NDArray[Any], scale: int) -> UInt8:
-    """The middle slice across z, each voxel `scale` pixels wide, with a gap on the right and below.  Pure."""
-    _, height, width = patch.shape
-    return orthogonal_slices(patch, scale)[: height * scale + GAP, : width * scale + GAP]
+def _enlarged(face: NDArray[Any], high: float, wide: float) -> UInt8:
+    """Grey values of a slice, each voxel so many pixels high and wide: of the nearest voxel of each pixel."""
+    rows, columns = (np.arange(round(n * each)) // each for n, each in zip(face.shape, (high, wide), strict=True))
+    shown = np.clip(np.nan_to_num(face, nan=-1), -1, 1)
+    grey: UInt8 = ((shown + 1) * 127.5).astype(np.uint8)[np.ix_(rows.astype(int), columns.astype(int))]
+    return grey
+
+
+def middle_slice(patch: NDArray[Any], scale: Scale) -> UInt8:
+    """The middle slice across z, with a gap on the right and below.  Pure."""
+    _, y, x = scale.pixels_zyx
+    return np.pad(_enlarged(patch[len(patch) // 2], y, x), ((0, GAP), (0, GAP)), constant_values=BACKGROUND)
 
 
 @dataclass(frozen=True)
@@ -77,31 +118,7 @@ class MontageCell:
     picture: UInt8
 
 
-@dataclass(frozen=True)
-class ScaleBar:
-    """Size of what a grid shows."""
-
-    pixels: float  # per voxel
-    voxel_size_um: FloatTriple | None  # edge lengths (z, y, x); None = unknown, and the bar counts voxels
-
-    def fitted(self, width: int) -> tuple[int, str]:
-        """Width in pixels of the longest bar of 1, 2 or 5 times a power of ten along x in `width`; its label.  Pure."""
-        size_um = self.voxel_size_um[2] if self.voxel_size_um else None
-        longest = width / self.pixels * (size_um or 1)
-        power = 10.0 ** math.floor(math.log10(longest))
-        length = max(factor * power for factor in (1, 2, 5) if factor * power <= longest)
-        pixels = round(length / (size_um or 1) * self.pixels)
-        if self.voxel_size_um is None:
-            return pixels, f"{length:g} voxels"
-        bar = f"{length / 1000:g} mm" if length >= 1000 else f"{length:g} µm"
-        sizes = sorted({f"{size:.4g}" for size in self.voxel_size_um})
-        if len(sizes) == 1:
-            return pixels, f"{bar}   (voxel {sizes[0]} µm)"
-        voxel = " x ".join(f"{size:.4g}" for size in self.voxel_size_um)  # slices show cubes: the bar is that of x
-        return pixels, f"{bar} along x   (voxel {voxel} µm)"
-
-
-def draw_grid(cells: Sequence[MontageCell], title: str, scale_bar: ScaleBar, columns: int | None = None) -> Image.Image:
+def draw_grid(cells: Sequence[MontageCell], title: str, scale: Scale, columns: int | None = None) -> Image.Image:
     """Cells of one size below a title, with a scale bar at the bottom.  Pure.
 
     Args:
@@ -113,7 +130,7 @@ def draw_grid(cells: Sequence[MontageCell], title: str, scale_bar: ScaleBar, col
     rows = -(-len(cells) // columns)
     letters = (max(columns * width, MIN_WIDTH) - 2 * GAP) * len(title) // max(_text_width(title), 1)
     lines = textwrap.wrap(title, max(letters, 1), break_long_words=False)
-    top, bar, label = len(lines) * LINE, *scale_bar.fitted(cells[0].picture.shape[1])
+    top, bar, label = len(lines) * LINE, *scale.bar(cells[0].picture.shape[1])
     needed = [columns * width, GAP + bar + 2 * GAP + _text_width(label), *(_text_width(line) + GAP for line in lines)]
     image = Image.new("L", (max(needed) + GAP, top + rows * height + LINE), BACKGROUND)
     draw = ImageDraw.Draw(image)

@@ -22,9 +22,8 @@ from vesuvius.runlog.files import write_atomically
 from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation.pictures import (
     MontageCell,
-    ScaleBar,
+    Scale,
     draw_grid,
-    magnification,
     orthogonal_slices,
     with_charts,
 )
@@ -115,12 +114,13 @@ def make_preview(
         voxels = sum(patch.size for patch in generated)
         text = "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the preceding steps"
         log.warning(text, nonfinite, voxels, step)
-    scale, picture = magnification(config.data.patch_size), Path("samples") / f"step_{step:08d}.png"
+    scale = Scale.of_patch(config.data.patch_size, voxel_size_um)
+    picture = Path("samples") / f"step_{step:08d}.png"
     cells = [
         MontageCell(caption, np.vstack([orthogonal_slices(patch, scale) for patch in patches]))
         for caption, patches in columns.items()
     ]
-    montage = draw_grid(cells, f"{config.name}, step {step}", ScaleBar(scale, voxel_size_um), len(cells))
+    montage = draw_grid(cells, f"{config.name}, step {step}", scale, len(cells))
     textures = {"real": both["real"], name: both["generated"]}
     with_charts(montage, textures, reference.grey).save(png := io.BytesIO(), format="PNG")
     (run / picture).parent.mkdir(parents=True, exist_ok=True)
