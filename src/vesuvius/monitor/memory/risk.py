@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from statistics import median, median_low
 
 from vesuvius.monitor.memory.limits import (
     MemoryLimit,
@@ -77,7 +78,7 @@ def _find_trend(points: list[tuple[float, float]]) -> Trend | None:
         values, before = [value for _, value in points[-span:]], [value for _, value in points[:-span]]
         # The lower median, not their mean: half of a step would look like a rise.
         thirds = values[: span // 3], values[span // 3 : -(span // 3)], values[-(span // 3) :]
-        first, middle, last = (sorted(part)[(len(part) - 1) // 2] for part in thirds)
+        first, middle, last = map(median_low, thirds)
         # Theil-Sen alone mistakes a single step for a trend.  A step rises within one half, as does growth that has
         # just begun; growth that is about to end has two thirds of its rise in the first half.
         if first == last or not 0.2 <= (middle - first) / (last - first) <= 2 / 3:
@@ -97,8 +98,7 @@ def slope_of(points: list[tuple[float, float]]) -> Trend:
     slopes = sorted([(y2 - y1) / (t2 - t1) for i, (t2, y2) in enumerate(points) for t1, y1 in points[:i]])
     # Sen (1968): the variance of Kendall's statistic gives the ranks of the interval's ends.
     rank = max(int((len(slopes) - 1.96 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)) / 2) - 1, 0)
-    median = (slopes[(len(slopes) - 1) // 2] + slopes[len(slopes) // 2]) / 2
-    return Trend(median, slopes[rank], slopes[-1 - rank], points[-1][0] - points[0][0])
+    return Trend(median(slopes), slopes[rank], slopes[-1 - rank], points[-1][0] - points[0][0])
 
 
 _EASED_BY, _EASED_FOR_S = 0.02, 10.0  # the level falls this far below its threshold, after so many seconds
@@ -121,17 +121,14 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Exhaustion:
-    """Seconds until a limit is reached at the present growth, with a 95 % interval.
+    """Seconds until a limit is reached at the present growth, with a 95 % interval."""
 
-    Attributes:
-        earliest_s, likely_s, latest_s: at the fastest, median and slowest growth of the interval.
-        firm: the growth was seen for long enough to be extrapolated that far, and the interval is not wide.  Growth of
-            30 s says something about the next minute, nothing about the next hour: allocators fill up and stop.
-    """
-
+    # earliest_s, likely_s, latest_s: at the fastest, median and slowest growth of the interval
     earliest_s: float
     likely_s: float
     latest_s: float
+    # Whether growth was seen for long enough to be extrapolated that far, and the interval is not wide.  Growth of 30 s
+    # says something about the next minute, nothing about the next hour: allocators fill up and stop.
     firm: bool = True
 
     @property
@@ -217,10 +214,10 @@ class RiskWatch:
         limits.sort(key=nearness)
         trend, exhaustion = trends[limits[0].name], left[limits[0].name]
         level = self._next_level(sample.time, largest_share(limits, self._policy), exhaustion)
-        reason = _reason(level, limits, self._policy, trend, exhaustion, growing)
         own = self._own.trend
         own_grows = own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
-        return Risk(level, reason, tuple(limits), trend, exhaustion, growing, own_grows)
+        risk = Risk(level, "", tuple(limits), trend, exhaustion, growing, own_grows)
+        return replace(risk, reason=_reason(risk, self._policy))
 
     def _with_least_others(self, limit: MemoryLimit) -> MemoryLimit:
         others = limit.used_bytes - limit.own_bytes
@@ -266,26 +263,18 @@ def _exhaustion(limit: MemoryLimit, trend: Trend | None) -> Exhaustion | None:
     return Exhaustion(earliest, likely, latest, firm)
 
 
-def _reason(
-    level: Level,
-    limits: Sequence[MemoryLimit],
-    policy: MemoryPolicy,
-    trend: Trend | None,
-    exhaustion: Exhaustion | None,
-    growing: Mapping[int, Trend],
-) -> str:
+def _reason(risk: Risk, policy: MemoryPolicy) -> str:
     """Return one line.  At LOW it names no cgroup or process, whose name might match a grep for kills."""
-    first, growth = limits[0], "no significant growth"
-    if trend is not None and exhaustion is not None:
-        seconds = (exhaustion.earliest_s, exhaustion.likely_s, exhaustion.latest_s)
-        earliest, likely, latest = map(format_duration, seconds)
-        growth = f"growing {format_rate(trend.bytes_per_s)}: full in {likely} ({earliest} to {latest})"
-        if growing:
-            pid = max(growing, key=lambda each: growing[each].bytes_per_s)
-            growth += f", fastest process {pid} ({format_rate(growing[pid].bytes_per_s)})"
-    if level is Level.LOW:
+    first, growth, left = risk.limits[0], "no significant growth", risk.exhaustion
+    if risk.trend is not None and left is not None:
+        earliest, likely, latest = map(format_duration, (left.earliest_s, left.likely_s, left.latest_s))
+        growth = f"growing {format_rate(risk.trend.bytes_per_s)}: full in {likely} ({earliest} to {latest})"
+        if risk.growing:
+            pid, fastest = max(risk.growing.items(), key=lambda each: each[1].bytes_per_s)
+            growth += f", fastest process {pid} ({format_rate(fastest.bytes_per_s)})"
+    if risk.level is Level.LOW:
         return f"{_in_use(first)}, {growth}"
-    fullest = max(limits, key=lambda each: used_share(each, policy))
+    fullest = max(risk.limits, key=lambda each: used_share(each, policy))
     text = f"close to running out of memory: {first.name}: {_in_use(first)}; "
     text += f"kills at {format_size(first.kills_at_bytes)}, {growth}"
     if fullest.name != first.name and used_share(fullest, policy) >= policy.warn_at:
