@@ -30,14 +30,11 @@ def intensity_scales(ranges: Sequence[IntensityRange]) -> NDArray[np.float64]:
 
 
 def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
-    """Return (raw - low) / half - 1 in float32, each sample with its own scale, within a few roundings of float32.
+    """Return (raw - low) / half - 1 in float32, within a few roundings of float32.
 
     Subtracts low before any rounding, so that a narrow range far from 0 keeps its resolution.  Dtypes that float32
-    cannot represent are computed in float64.
-
-    Args:
-        raw: [B, ...] in any stored dtype.
-        scales: `intensity_scales` of each sample's volume, float64 [B, 2].
+    cannot represent are computed in float64.  `raw` is [B, ...] in any stored dtype, `scales` the `intensity_scales` of
+    each sample's volume, float64 [B, 2].
     """
     low, half = scales.T
     exact = raw.dtype in _EXACT

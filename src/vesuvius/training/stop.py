@@ -48,9 +48,6 @@ class StopRequest:
     A second signal ends the process at once; the last checkpoint stays intact.  SIGHUP is not counted: when a terminal
     closes, the kernel, the shell and systemd send it several times, along with SIGTERM.  A context manager, which
     restores the signal handlers.
-
-    Args:
-        ending: what a command does that ends at once, for the log: a second signal does nothing then.
     """
 
     def __init__(self, max_hours: float | None, ending: str = "") -> None:

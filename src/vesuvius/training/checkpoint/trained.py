@@ -1,7 +1,6 @@
-"""The data that a model was trained on, and its network, loaded from a checkpoint.
+"""The data that a model was trained on, and its network, from a checkpoint, so that sampling needs no volumes.
 
-A checkpoint describes the data of its run, so sampling needs no volumes.  `state.pt` is memory-mapped: only what is
-used is read.
+`state.pt` is memory-mapped: only what is used is read.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     """Weights of an average ("ema", "ema_0.999") or of the last step ("model"), by name, on the CPU.
 
-    Reads and checks the whole file.  Raises ConfigError: the checkpoint has no such weights; StorageError: the file is
-    missing, unreadable or was changed.
+    Raises ConfigError: the checkpoint has none of that name; StorageError: the file is missing or was changed.
     """
     check_weights(checkpoint, weights)
     path = checkpoint / _file_of(weights)

@@ -41,9 +41,7 @@ def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBat
 
     Takes seconds for a new network.  Raises ConfigError: a tensor of one patch has 2^31 elements.
 
-    Args:
-        available_bytes: memory that this rank may use, as from `device_memory_bytes`.
-        gpu: whether this is GPU memory, here or elsewhere.
+    `available_bytes` is as from `device_memory_bytes`, `gpu` whether this is GPU memory, here or elsewhere.
     """
     patches = config.training.micro_batch * config.training.accumulate_steps
     largest = max(min(patches, max_indexable_batch(config)), 1)

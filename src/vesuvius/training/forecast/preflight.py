@@ -196,10 +196,7 @@ def tasks_needed(workers: int, ranks: int, cores: int) -> int:
 def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None = None) -> None:
     """Raises ConfigError if a process or file size limit would make Ray hang or die silently.
 
-    Args:
-        ranks: ranks on this machine.
-        store_bytes: size of the object store to create; 0 = none.
-        cores: of this machine; None = detect.
+    `ranks` and `cores` (if known) are those of this machine, `store_bytes` is the size of the object store to create.
     """
     cores = cores or os.cpu_count() or 1
     workers = config.training.workers if config.cluster.address is None else 0  # a cluster is there already

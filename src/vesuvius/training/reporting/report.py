@@ -102,10 +102,7 @@ class LaunchedStep:
 
 
 class StepReporter:
-    """Logs steps once the device has finished them, judges bottlenecks, and diagnoses non-finite steps.
-
-    `diagnose` recomputes a step to find where it stops being finite.
-    """
+    """Logs steps once the device has finished them, judges bottlenecks, and has non-finite steps diagnosed."""
 
     def __init__(
         self,

@@ -1,9 +1,5 @@
 """Optimizers (AdamW, or Muon for kernels), moving averages of the weights, and gradient sums over ranks.
 
-AdamW scales each element of the gradient separately.  Muon (`training.optimizer: muon`) treats a kernel as a matrix of
-output channels by inputs and steps along its momentum with all singular values brought close to 1, so rare gradient
-directions are learned as fast as frequent ones.  It keeps one moment per kernel instead of two.
-
 Runs are validated, sampled and published with the averages.  Their update counts live on the device, so a step that was
 not applied leaves them unchanged without a sync.
 """
@@ -81,8 +77,7 @@ class MovingAverage:
     def update(self, applied: Tensor) -> None:
         """Add the current weights, unless `applied`, a flag on the device, is false.
 
-        One `lerp_` per tensor: limited by memory bandwidth for large weights, a microsecond each for small ones.
-        torch's foreach variant needs the decay on the host or is private.
+        One `lerp_` per tensor: torch's foreach variant needs the decay on the host or is private.
         """
         decay = torch.clamp((1 + self.updates) / (10 + self.updates), max=self._decay)
         keep = (1 - decay) * applied
@@ -175,10 +170,9 @@ class GradientSync:
         return work
 
     def _start_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start summing a bucket in place and report it as done.
+        """Start summing a bucket in place and report it as done: gradients are views of it, complete after `wait`.
 
-        DDP would wait at the end of the backward pass, where the clock cannot tell waiting from computing.  Gradients
-        are views of the buckets, so they are complete once `wait` returns.
+        DDP would wait at the end of the backward pass, where the clock cannot tell waiting from computing.
         """
         self._pending.append(self._sum(bucket.buffer()))
         done: torch.futures.Future[Any] = torch.futures.Future()

@@ -114,8 +114,7 @@ def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> st
     """Why torch would convolve without cuDNN on this machine, with the remedy; '' if it uses cuDNN.
 
     With cuDNN 9.8 to 9.14 torch uses its own kernels for 16-bit Conv3d unless tensors are channels last (`use_cudnn` in
-    ATen's Convolution.cpp): far slower, and they unfold the input in memory.  The torch version does not reveal which
-    cuDNN is loaded.
+    ATen's Convolution.cpp): far slower, and they unfold the input in memory.
     """
     if device.type != "cuda" or amp == "off" or channels_last:
         return ""

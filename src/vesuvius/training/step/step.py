@@ -47,12 +47,9 @@ class StepOutcome:
 class PendingOutcome:
     """Outcome of a step, on its way from the device.
 
-    The figures are copied to pinned memory right after the step, so reading them once the step has finished does not
-    wait for work queued after it.
-
-    Args:
-        scalars: the fields of `StepOutcome` except the losses, in order.
-        losses: losses of each micro-batch.
+    Its figures are copied to pinned memory right after the step, so reading them once it has finished does not wait for
+    later work.  `scalars` are the fields of `StepOutcome` except the losses, in order; `losses` those of each
+    micro-batch.
     """
 
     def __init__(self, scalars: Sequence[Tensor], losses: Sequence[Tensor]) -> None:

@@ -63,12 +63,10 @@ def make_preview(
     improve.  The curves are means over the generated patches and over the whole reference.
 
     Args:
-        run: the run directory.
         schedule: on the device that generates, as are the reference's conditions; at least PREVIEWED patches.
-        voxel_size_um: edge lengths (z, y, x) for the scale bar, if known and equal in all volumes.
         stop: polled after each sampling step; if it returns True, nothing is written and None is returned.
 
-    Returns picture (relative to the run), figures of both sets and their distances; with a warning in the log, NaN if
+    Returns picture (relative to `run`), figures of both sets and their distances; with a warning in the log, NaN if
     generated values are not finite.
     """
 

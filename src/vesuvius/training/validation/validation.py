@@ -177,10 +177,10 @@ def validate(
 
     Args:
         schedule: on the device of the reference's conditioner.
-        spectrum: spectrum of training patches; determines the best linear denoiser.
-        denoisers: network by set of weights; includes `HEADLINE`.
+        spectrum: of training patches; determines the best linear denoiser.
+        denoisers: by set of weights; includes `HEADLINE`.
         stop: polled before each batch; None is returned if it becomes true on any rank.
-        ranks: ranks that share the batches; all call this and get the same result, bit-identical to one rank's.
+        ranks: share the batches; all call this and get the same result, bit-identical to one rank's.
 
     Raises RankError: another rank failed.
     """
