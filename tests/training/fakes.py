@@ -35,8 +35,7 @@ from vesuvius.training.ranks.share import rank_share
 from vesuvius.training.replay import Diagnosis, diagnose
 from vesuvius.training.reporting.report import LaunchedStep, StepReporter
 from vesuvius.training.request import Request, RunContext
-from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.step.feed import TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingFeed
 from vesuvius.training.step.setup import build_network
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StopRequest

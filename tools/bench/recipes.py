@@ -40,7 +40,7 @@ from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.forecast.preflight import preflight
-from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.optimizer import average_decays
 from vesuvius.training.validation.validation import Reference
 

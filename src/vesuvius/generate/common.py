@@ -27,7 +27,7 @@ from vesuvius.training.checkpoint.trained import (
     read_checkpoint_info,
     voxel_settings,
 )
-from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.setup import build_meta_network, choose_device, uses_channels_last
 from vesuvius.training.stop import StopRequest

@@ -29,8 +29,7 @@ from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
 from vesuvius.training.request import RunContext
-from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.step.feed import TrainingBatch, TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.validation.validation import Reference
 

@@ -29,8 +29,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 from vesuvius.training.checkpoint.trained import DataFacts
-from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.step.feed import TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingFeed
 from vesuvius.training.step.setup import build_network, choose_device, configure_kernels
 from vesuvius.training.step.step import TrainStep
 from vesuvius.volumes.box import format_box

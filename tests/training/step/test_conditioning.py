@@ -16,8 +16,7 @@ from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import IntensityRange, prepare_data
-from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.step.feed import TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingFeed
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,7 @@ from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.start.prepare import IntensityRange
-from vesuvius.training.step.conditioner import Conditioner
-from vesuvius.training.step.feed import TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingFeed
 
 
 @on_each_device

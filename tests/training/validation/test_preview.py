@@ -20,7 +20,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
-from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.pictures import GAP, LINE
 from vesuvius.training.validation.preview import make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture

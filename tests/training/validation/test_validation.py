@@ -24,7 +24,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.ranks.ranks import Ranks
-from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.validation import (
     HEADLINE,
     Losses,

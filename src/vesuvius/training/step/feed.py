@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +10,44 @@ from functools import partial
 from typing import Unpack
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.randomness import draw_noise
 from vesuvius.loader.device import DeviceFeed, PatchBatch
+from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamStart
+from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.step.conditioner import Conditioner
+
+
+class Conditioner:
+    """Converts the stored condition voxels of a batch to network input on `device`.
+
+    Args:
+        labels: stored label value of each class; None: conditions are grey values.
+        greys: grey range of each volume's condition; empty for labels and without conditions.
+    """
+
+    def __init__(self, labels: Sequence[int] | None, greys: Sequence[IntensityRange], device: torch.device) -> None:
+        self._labels, self._scales, self._device = labels, intensity_scales(greys), device
+
+    def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
+        """Condition channels of a batch, given its stored voxels [B, 1, Z, Y, X], if any, and the samples' volumes."""
+        if raw is None:
+            return None
+        raw = raw.to(self._device)
+        if self._labels:
+            values = signed_view(raw)  # unsigned labels in the upper half of the range are negative here
+            bits = 8 * raw.element_size() if values.dtype != raw.dtype else 64
+            channels = [(values == (v - 2**bits if v >= 2 ** (bits - 1) else v)).float() for v in self._labels]
+        else:
+            channels = [normalised(raw, self._scales[list(volumes)])]
+        return torch.cat([*channels, torch.ones_like(channels[0])], dim=1)
 
 
 @dataclass(frozen=True)

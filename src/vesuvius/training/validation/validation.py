@@ -28,7 +28,7 @@ from vesuvius.loader.intensity import intensity_scales, normalised, to_device
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.conditioner import Conditioner
+from vesuvius.training.step.feed import Conditioner
 
 HEADLINE = "ema"
 """Set of weights for the headline figure: the one used for sampling."""
