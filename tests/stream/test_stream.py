@@ -206,9 +206,10 @@ def test_readers_killed_at_random_times_change_no_byte_and_are_reported(job: Rea
         for kill in range(kills + 1):
             for batch in itertools.islice(stream, 40):
                 got.update(batch.patches)
-            if kill < kills:
-                time.sleep(rng.uniform(0, 0.5))
-                victims.append(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])))
+            time.sleep(rng.uniform(0, 0.5))
+            alive = [pid for pid in stream.readers if psutil.pid_exists(pid)]
+            if kill < kills and alive:  # else both are dead, and nothing has come from their replacements yet
+                victims.append(int(rng.choice(alive)))
                 os.kill(victims[-1], signal.SIGKILL)
         deadline, died = time.monotonic() + 60, list[StreamEvent]()
         while not died:  # said once another process has taken over
