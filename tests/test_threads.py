@@ -1,4 +1,4 @@
-"""`on_thread` passes on any result or error, without keeping a reference."""
+"""Calls on threads pass on any result or error, without keeping a reference; some have a timeout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from vesuvius.threads import on_thread
+from vesuvius.threads import BoundedCall, on_thread
 
 
 def test_functions_run_on_a_named_daemon_thread() -> None:
@@ -52,3 +52,23 @@ def test_an_error_is_freed_with_its_future() -> None:
         assert seen[0]() is None
     finally:
         gc.enable()
+
+
+def test_results_and_exceptions_of_a_bounded_call_are_passed_on() -> None:
+    results = iter([1, 2])
+    call = BoundedCall(lambda: next(results), 60)
+    assert [call(), call()] == [1, 2]
+    with pytest.raises(StopIteration):
+        call()
+    assert not call.is_running
+
+
+def test_a_bounded_call_returns_none_until_a_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    call = BoundedCall(lambda: 1, 60)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert [call(), call()] == [None, None]
+    assert call() == 1
