@@ -19,10 +19,7 @@ def main(argv: list[str]) -> int:
         "spectrum, correlation, planarity, a classifier, memorization.  Writes evaluation.html, evaluation.json "
         "and montage.png.",
         common=("count", "generated", "out", "seed"),
-        examples=(
-            "vesuvius evaluate demo",
-            "vesuvius evaluate demo --generated runs/demo/samples/generated.zarr",
-        ),
+        examples=("vesuvius evaluate demo", "vesuvius evaluate demo --generated runs/demo/samples/generated.zarr"),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
     parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")

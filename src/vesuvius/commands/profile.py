@@ -26,9 +26,7 @@ def main(argv: list[str]) -> int:
         "--steps", type=at_least(5), default=20, metavar="N", help="steps measured after the warm-up (default: 20)"
     )
     parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="also write a trace for chrome://tracing, and list the slowest operators",
+        "--trace", action="store_true", help="also write a trace for chrome://tracing, and list the slowest operators"
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)

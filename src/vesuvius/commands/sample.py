@@ -20,10 +20,7 @@ KEYS = {
     "steps": ("diffusion.sampler_steps", "sampling steps"),
     "clip": ("diffusion.sampler_clip", "limit on |x_0| in each step, in model values; null = none"),
     "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
-    "correction": (
-        "diffusion.sampler_correction",
-        "factor on what the network adds: 1 = as trained, more = sharper",
-    ),
+    "correction": ("diffusion.sampler_correction", "factor on what the network adds: 1 = as trained, more = sharper"),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
 """The config key that each option sets, and its meaning."""
@@ -85,12 +82,7 @@ def _parser() -> Parser:
         metavar="Z,Y,X",
         help="size in voxels (default: from --condition or --box)",
     )
-    volumes.add_argument(
-        "--condition",
-        type=array,
-        metavar="VOLUME",
-        help="zarr volume of labels, PATH or PATH@LEVEL",
-    )
+    volumes.add_argument("--condition", type=array, metavar="VOLUME", help="zarr volume of labels, PATH or PATH@LEVEL")
     volumes.add_argument(
         "--box",
         type=_box,
@@ -98,10 +90,7 @@ def _parser() -> Parser:
         help="part of --condition, --inpaint and --mask to use (default: all)",
     )
     volumes.add_argument(
-        "--inpaint",
-        type=array,
-        metavar="VOLUME",
-        help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept",
+        "--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept"
     )
     volumes.add_argument(
         "--mask",

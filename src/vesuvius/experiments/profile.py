@@ -145,12 +145,7 @@ def profiled(config: Config, name: str, steps: int) -> Config:
 
 
 def build_profile(
-    config: Config,
-    records: RunRecords,
-    observed: Observed,
-    asked: int,
-    ranks: int | Literal["auto"],
-    next_command: str,
+    config: Config, records: RunRecords, observed: Observed, asked: int, ranks: int | Literal["auto"], next_command: str
 ) -> RunReport:
     """The report of a profile of `asked` steps.
 

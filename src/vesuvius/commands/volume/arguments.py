@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from vesuvius.commands.cli import Parser, natural, naturals, number_from_0, positive
 from vesuvius.config import ArrayConfig, StoreConfig
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[Parser]  # argparse has no public name for it
-
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
 _STORE = StoreConfig()
 
 
@@ -19,11 +17,7 @@ def add_source(parser: Parser, metavar: str, meaning: str) -> None:
     parser.add_argument("path", metavar=metavar, help=meaning)
     parser.add_argument("--level", type=natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
     parser.add_argument(
-        "--select",
-        type=naturals,
-        default=(),
-        metavar="I,...",
-        help="index for each axis other than z, y, x",
+        "--select", type=naturals, default=(), metavar="I,...", help="index for each axis other than z, y, x"
     )
 
 

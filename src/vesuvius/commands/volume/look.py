@@ -9,11 +9,10 @@ import sys
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vesuvius.commands.cli import natural, positive, say, triple
 from vesuvius.commands.sample import array
-from vesuvius.commands.volume.arguments import add_source, add_store, source_of, store_of
+from vesuvius.commands.volume.arguments import Commands, add_source, add_store, source_of, store_of
 from vesuvius.commands.volume.facts import print_facts
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -21,9 +20,6 @@ from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
 from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
 from vesuvius.volumes.alignment import align, describe_geometry
 from vesuvius.volumes.volume import open_volume
-
-if TYPE_CHECKING:
-    from vesuvius.commands.volume.arguments import Commands
 
 log = logging.getLogger(__name__)
 

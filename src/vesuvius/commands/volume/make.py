@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vesuvius.commands.cli import lengths, natural, naturals, triple
-from vesuvius.commands.volume.arguments import add_source, add_store, source_of, store_of
+from vesuvius.commands.volume.arguments import Commands, add_source, add_store, source_of, store_of
 from vesuvius.commands.volume.facts import print_facts
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -23,9 +22,6 @@ from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
 from vesuvius.volume_tools.record import partial_path
-
-if TYPE_CHECKING:
-    from vesuvius.commands.volume.arguments import Commands
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +69,7 @@ def add_copy(commands: Commands) -> None:
     add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     copy.add_argument(
-        "--start",
-        type=triple(0, "0,128,128"),
-        default=(0, 0, 0),
-        metavar="Z,Y,X",
-        help="first voxel (default: 0,0,0)",
+        "--start", type=triple(0, "0,128,128"), default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)"
     )
     size = triple(1, "72,136,136")
     copy.add_argument("--size", type=size, metavar="Z,Y,X", help="size of the box in voxels (default: to the end)")

@@ -13,14 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
-from vesuvius.experiments.tune.measurement import (
-    OOM_OUTCOMES,
-    BlockKind,
-    Knob,
-    Setting,
-    in_words,
-    trainer_knobs,
-)
+from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, BlockKind, Knob, Setting, in_words, trainer_knobs
 from vesuvius.experiments.tune.search import AT_ONCE, SHOWN, SMALLEST_GAIN, SURE, Asks, Search
 from vesuvius.runlog.units import format_count
 

@@ -20,17 +20,7 @@ from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
-from vesuvius.volumes.box import (
-    Box,
-    box_at,
-    format_box,
-    intersection,
-    is_inside,
-    shape_of,
-    shifted,
-    slices,
-    triple,
-)
+from vesuvius.volumes.box import Box, box_at, format_box, intersection, is_inside, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import Volume, open_volume
