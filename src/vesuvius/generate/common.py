@@ -104,7 +104,7 @@ def run_directory(checkpoint: Path) -> Path:
 
 
 def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
-    """Return the part of the record that samples and volumes share.  Reads the weights to hash them."""
+    """Return the part of the record that samples and volumes share.  Reads the sums of the weights."""
     diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume_index]
     return {
         "seed": request.seed,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class _Volume:
         on_cpu = max(1, min(len(os.sched_getaffinity(0)), batches))
         self.workers = request.workers or (torch.cuda.device_count() if self._device.type == "cuda" else on_cpu)
 
-    @property
+    @cached_property
     def record(self) -> dict[str, Any]:
         """Everything the voxels depend on, as plain JSON: a volume is resumed only with an equal record."""
         request, info, tiling = self.request, self._info, self.job.tiling
