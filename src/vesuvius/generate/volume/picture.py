@@ -133,7 +133,9 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         "y (bottom)"
     )
     size_um = info.data.volumes[0].voxel_size_um
-    side_by_side(title, values[0], labels, values[1], data.patch_size, grey, size_um).save(picture)
+    drawn = side_by_side(title, values[0], labels, values[1], data.patch_size, grey, size_um)
+    with storage_errors(f"the picture {picture}", f"free some space; {out} is complete"):
+        drawn.save(picture)
 
 
 def side_by_side(
