@@ -96,7 +96,7 @@ def test_a_format_2_checkpoint_predicts_and_continues_as_before(
     torch.testing.assert_close(train(new, config, 3), losses, rtol=1e-5, atol=0)
     alone = tmp_path / "alone.safetensors"
     alone.write_bytes((path / "model.safetensors").read_bytes())
-    for weights in (read_initial_weights(alone).weights, load_weights(path, "ema")):
+    for weights in (read_initial_weights(alone)[0], load_weights(path, "ema")):
         new.set_weights(weights)
         torch.testing.assert_close(prediction(new, "raw"), expected[names.index("ema")], rtol=1e-4, atol=1e-5)
     new.set_weights(load_weights(path, "model"))

@@ -38,16 +38,16 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.usefixtures("checkpoints")
 def test_averaged_weights_are_read_from_a_run_a_checkpoint_or_its_file(given: str, value: float, source: str) -> None:
-    found = read_initial_weights(Path(given))
-    assert found.source == Path(CHECKPOINTS, source)
-    assert sorted(found.weights) == ["conv.bias", "conv.weight"]
-    assert found.weights["conv.weight"].unique().tolist() == [value]
+    weights, file = read_initial_weights(Path(given))
+    assert file == Path(CHECKPOINTS, source)
+    assert sorted(weights) == ["conv.bias", "conv.weight"]
+    assert weights["conv.weight"].unique().tolist() == [value]
 
 
 def test_a_separate_file_gives_its_weights_in_float32(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}, file)
-    weights = read_initial_weights(file).weights
+    weights, _ = read_initial_weights(file)
     assert weights["w"].dtype == torch.float32
     assert weights["w"].tolist() == [1.5, -2.0]
 

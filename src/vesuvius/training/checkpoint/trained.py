@@ -146,14 +146,6 @@ class CheckpointInfo:
     data: DataFacts  # training data
 
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """Weights that a new run starts from."""
-
-    weights: dict[str, Tensor]  # by name, float32 on the CPU
-    source: Path  # file
-
-
 class Denoiser:
     """A trained network on a device, as a `Denoise`, with its autocast dtype `amp` and number of `parameters`."""
 
@@ -216,8 +208,8 @@ def check_weights(checkpoint: Path, weights: str) -> str:
     return read_digests(checkpoint)[_file_of(weights)]
 
 
-def read_initial_weights(given: Path) -> InitialWeights:
-    """Averaged weights named by `training.init_from`, in float32 on the CPU.
+def read_initial_weights(given: Path) -> tuple[dict[str, Tensor], Path]:
+    """Averaged weights named by `training.init_from`, by name, in float32 on the CPU; and their file.
 
     Args:
         given: as for `find_checkpoint`, or any `.safetensors` file.
@@ -233,7 +225,7 @@ def read_initial_weights(given: Path) -> InitialWeights:
         if (given.parent / MANIFEST).is_file():
             check_files(given.parent, given.name)
         source, weights = given, load_weights_file(given)
-    return InitialWeights({name: weight.float() for name, weight in weights.items()}, source)
+    return {name: weight.float() for name, weight in weights.items()}, source
 
 
 def _file_of(weights: str) -> str:

@@ -21,12 +21,7 @@ from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
-from vesuvius.training.checkpoint.trained import (
-    DataFacts,
-    InitialWeights,
-    read_initial_weights,
-    trained_volumes,
-)
+from vesuvius.training.checkpoint.trained import DataFacts, read_initial_weights, trained_volumes
 from vesuvius.training.step.optimizer import num_saved_copies
 from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.training.step.step import check_initial_weights
@@ -57,7 +52,7 @@ class Preflight:
     data: PreparedData
     facts: DataFacts  # measured facts about the data; of a resumed run, those it began with
     resumed: ResumePoint | None  # None = start at step 0
-    initial: InitialWeights | None  # for `training.init_from` at step 0
+    initial: Path | None  # checked weights of `training.init_from`, to start from at step 0
     fixed: FixedPatches | None  # for validation and previews; None = neither is configured
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
@@ -69,9 +64,8 @@ class Preflight:
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
-    initial = replace(checked.initial, weights={}) if checked.initial else None
     data = replace(checked.data, volumes=(), conditions=())
-    return replace(checked, data=data, resumed=resumed, initial=initial, fixed=None)
+    return replace(checked, data=data, resumed=resumed, fixed=None)
 
 
 def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
@@ -79,11 +73,8 @@ def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
         resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
-    initial = checked.initial
-    if initial is not None and not initial.weights:
-        initial = read_initial_weights(initial.source)
     data = replace(checked.data, job=replace(checked.data.job, rank=rank, world=world))
-    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed, initial=initial)
+    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed)
 
 
 def preflight(
@@ -137,8 +128,8 @@ def preflight(
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
     initial = None
     if config.training.init_from is not None and not resumed:
-        initial = read_initial_weights(Path(config.training.init_from))
-        check_initial_weights(network, initial.weights)
+        weights, initial = read_initial_weights(Path(config.training.init_from))
+        check_initial_weights(network, weights)
     size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
     free = _check_disk(directory.path, size)
     return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)
