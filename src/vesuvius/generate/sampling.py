@@ -49,7 +49,6 @@ from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
-from vesuvius.training.step.setup import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, orthogonal_slices
 from vesuvius.volumes.alignment import Alignment, covered_shape
@@ -153,10 +152,17 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
-        record = sample_record(request, info, network.denoiser.amp, evaluations)
+        record = {
+            "numbers": [*every],
+            "noise": config.diffusion.noise,
+            "evaluations_per_sample": evaluations,
+            "checkpoint": str(info.checkpoint),
+            "amp": network.denoiser.amp,
+            **base_record(info, request),
+        }
         record_samples(directory / SAMPLES, record)
         if conditions:
-            starts = [conditions.start_zyx(number) for number in record["numbers"]]
+            starts = [conditions.start_zyx(number) for number in every]
             of_conditions = {"condition": conditions.volume.name, "starts_zyx": starts}
             record_samples(directory / CONDITIONS, record | of_conditions)
     more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
@@ -181,18 +187,6 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
     return run_directory(info.checkpoint) / "samples" / name
-
-
-def sample_record(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:
-    """Return the record of the samples, plain JSON for the attributes of their group."""
-    return {
-        "numbers": list(range(request.count)),
-        "noise": info.config.diffusion.noise,
-        "evaluations_per_sample": evaluations,
-        "checkpoint": str(info.checkpoint),
-        "amp": amp,
-        **base_record(info, request),
-    }
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.common import OnProgress, check_volume, run_directory
+from vesuvius.generate.common import OnProgress, base_record, check_volume, run_directory
 from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compare
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
-from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples, sample_record
+from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
 from vesuvius.report.curves import COLOURS, Chart, banded, chart
 from vesuvius.report.page import (
     FAIL,
@@ -163,9 +163,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
     if not out.exists():
         generate_samples(replace(asked, out=out), on_step)
         return out
-    wanted = sample_record(asked, info, "off", 0)
-    del wanted["amp"], wanted["evaluations_per_sample"]  # known only after sampling
-    del wanted["noise"]  # follows from the weights; earlier versions record another name
+    wanted = {"numbers": [*range(asked.count)], "checkpoint": str(info.checkpoint), **base_record(info, asked)}
     check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
     log.info("Using existing samples: %s", out)
     return out
