@@ -376,9 +376,10 @@ def _long_run(count: int) -> Iterator[dict[str, object]]:
             yield validation(number, 1 + a)
 
 
-def test_a_run_of_2000_steps_fits_a_small_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_a_long_run_fits_a_small_page(tmp_path: Path, count: int) -> None:
     """Below 2 MB, with every step and the largest loss."""
-    run, count = tmp_path / "tiny", 2_000
+    run = tmp_path / "tiny"
     metrics = [*_long_run(count), *(write_preview(run, n, (700, 400)) for n in range(1, 9))]
     write_run(run, metrics, (system(n, used_gib=1 + n % 7) for n in range(1, count, 5)))
     assert command.report([str(run), "--out", str(tmp_path / "out")]) == EXIT_OK
