@@ -49,7 +49,7 @@ _DEMAND = 2 / 3
 
 
 class OurFeed:
-    """`PatchStream` into a ring of three buffers, as for a trainer with a GPU.
+    """`PatchStream` into a ring of three buffers.
 
     If the run keeps the volumes in memory (`data.resident`), the warm-up is two passes over them.
     """
