@@ -5,17 +5,18 @@
     python tools/bench/synthetic_labels.py --out dice --boxes 4 --arms aug all    # is there anything to gain?
 
 The phantom is noisy, and its contrast, brightness and mottle vary in space.  Only N boxes of one patch each have
-labels.  A U-Net is trained for the same number of steps with
+labels; TESTS other boxes of the same scan are the test.  A U-Net is trained for the same number of steps with
 
     boxes    the N boxes
     aug      the same, with flips, rotations and jittered grey values
     warped   aug, with half of the patches from elastically warped copies of the boxes (scan and labels)
     pairs    aug, with half of the patches from pairs: the same warped labels, and scans generated from them by a
              diffusion model trained on the N boxes with labels and on the full scan without labels
-    all      aug, with labels everywhere: an upper bound for more boxes
+    all      aug, with labels everywhere but in the test boxes: an upper bound for more boxes
 
-Each N has one choice of boxes and one diffusion model.  A seed sets the U-Net, its patches and its jitter.  `--out`
-keeps all intermediate results: arrays, the run of the model, and one JSON file per U-Net.
+The model sees the scan of the test boxes, as it sees all of the scan, but not their labels.  Each N has one choice of
+boxes and one diffusion model.  A seed sets the U-Net, its patches and its jitter.  `--out` keeps all intermediate
+results: arrays, the run of the model, and one JSON file per U-Net.
 """
 
 from __future__ import annotations
@@ -41,15 +42,17 @@ from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.volume_tools.phantom import Phantom, _smooth, _white
 
-SHAPE, TRAINED, TESTED = (168, 256, 256), 112, 128  # training uses planes below TRAINED, the test those from TESTED
+SHAPE = (112, 256, 256)
 # Mean and standard deviation over space: contrast relative to the phantom's; brightness and amplitude of the mottle in
 # grey values.  Then the standard deviation of the white noise.
 CONTRAST, BRIGHTNESS, MOTTLE, NOISE = (0.45, 0.2), (95.0, 12.0), (9.0, 5.0), 10.0
 REACH = 24  # correlation length of these fields, voxels
-BOX, TEST_BOX, PATCH = (16, 32, 32), (40, 32, 32), (16, 32, 32)
+BOX = (16, 32, 32)  # one patch
+TESTS = 64  # boxes
 GREY = (20.0, 140.0)  # mapped to -1 and +1 in all arms
 GAP, UNLABELLED = 0, 2
 COUNTS, ARMS, SEEDS, PAIRS = (4, 2, 8), ("boxes", "aug", "warped", "pairs"), 5, 48
+GUIDANCE = 1.5  # of 1, 1.5, 2 the first with gaps and sheets of the pairs as far apart as those of the labelled boxes
 MODEL_STEPS, STEPS, BATCH = 600, 300, 4
 T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t for 1, 2, ... degrees of freedom
 
@@ -69,7 +72,7 @@ def write_array(path: Path, voxels: NDArray[Any], fill: int = 0) -> None:
 
 
 def make_volumes(out: Path) -> None:
-    """Write scan.zarr and truth.zarr with the planes for training, and test.npz with the test boxes."""
+    """Write scan.zarr, truth.zarr, and not_tested.zarr, which is 0 in the test boxes and in air."""
     grey, labels = Phantom(0, SHAPE).box((0, 0, 0), SHAPE)
     at = [np.arange(size) for size in SHAPE]
     contrast, brightness, mottle = (
@@ -79,31 +82,27 @@ def make_volumes(out: Path) -> None:
     blobs, white = _smooth((1, 3), (4.0, 4.0, 4.0), *at), _white((1, 4), *at)
     degraded = brightness + contrast.clip(0.1) * (grey - 95.0) + mottle.clip(0) * blobs + NOISE * white
     scan = np.where(grey == 0, 0, np.rint(degraded).clip(1, 255)).astype(np.uint8)
-    write_array(out / "truth.zarr", labels[:TRAINED])
-    np.savez(
-        out / "test.npz",
-        *[volume[box] for box in choose_boxes(TEST_BOX, TESTED, SHAPE[0], 12, scan) for volume in (scan, labels)],
-    )
-    write_array(out / "scan.zarr", scan[:TRAINED])
+    not_tested = scan.copy()
+    for box in choose_boxes(scan)[max(COUNTS) :]:
+        not_tested[box] = 0
+    for name, voxels in {"truth": labels, "not_tested": not_tested, "scan": scan}.items():
+        write_array(out / f"{name}.zarr", voxels)
 
 
-def choose_boxes(size: tuple[int, ...], first: int, stop: int, count: int, scan: NDArray[Any]) -> list[Box]:
-    """Choose disjoint boxes without air; they start at multiples of 8 voxels, as the cells of a foreground map do."""
+def choose_boxes(scan: NDArray[Any]) -> list[Box]:
+    """Choose disjoint boxes without air, first those with labels, then those of the test.
+
+    They start at multiples of 8 voxels, as the cells of a foreground map do.
+    """
     rng, boxes = np.random.default_rng(7), list[Box]()
     used = scan == 0
-    for _ in range(10_000):
-        high = (stop, *scan.shape[1:])
-        start = [
-            int(rng.integers(lo // 8, (hi - s) // 8 + 1)) * 8
-            for lo, hi, s in zip((first, 0, 0), high, size, strict=True)
-        ]
-        box = tuple(slice(lo, lo + s) for lo, s in zip(start, size, strict=True))
+    while len(boxes) < max(COUNTS) + TESTS:
+        start = [int(rng.integers((size - edge) // 8 + 1)) * 8 for size, edge in zip(scan.shape, BOX, strict=True)]
+        box = tuple(slice(lo, lo + edge) for lo, edge in zip(start, BOX, strict=True))
         if not used[box].any():
             used[box] = True
             boxes.append(box)  # type: ignore[arg-type]
-        if len(boxes) == count:
-            return boxes
-    raise SystemExit(f"only {len(boxes)} of {count} boxes found")
+    return boxes
 
 
 def label_boxes(out: Path, boxes: list[Box]) -> None:
@@ -127,7 +126,7 @@ def train_model(out: Path) -> Path:
     volume = {"path": str(out.parent / "scan.zarr"), "condition": {"path": str(out / "labels.zarr")}}
     inside = {"mask": {"path": str(out / "mask.zarr")}, "min_foreground": 0.99}
     demo = yaml.safe_load((Path(vesuvius.__file__).parent / "demo.yaml").read_text())
-    data = {"volumes": [volume | inside, volume], "patch_size": list(PATCH), "condition_classes": 3}
+    data = {"volumes": [volume | inside, volume], "patch_size": list(BOX), "condition_classes": 3}
     steps = {"workers": 0, "preview_every": 0, "validate_every": 0, "train_batch_size": 4}
     steps |= {"steps_per_epoch": 50, "epochs": MODEL_STEPS // 50, "save_every": 50}
     config = demo | {
@@ -185,6 +184,7 @@ def make_pairs(out: Path, boxes: list[Box], checkpoint: Path) -> None:
             "out": out / "pairs",
             "seed": number,
             "steps": 20,
+            "guidance": GUIDANCE,
             "batch-size": 1,
             "workers": 1,
         }
@@ -230,7 +230,8 @@ def entries(out: Path, arm: str) -> list[VolumeConfig]:
 
     scan = out.parent / "scan.zarr"
     if arm == "all":  # like the boxes, its patches hold no air: the labels would count air as gap
-        return [volume(scan, out.parent / "truth.zarr", mask=ArrayConfig(path=str(scan)), min_foreground=0.99)]
+        mask = ArrayConfig(path=str(out.parent / "not_tested.zarr"))
+        return [volume(scan, out.parent / "truth.zarr", mask=mask, min_foreground=0.99)]
     mask = ArrayConfig(path=str(out / "mask.zarr"))
     volumes = [volume(scan, out / "labels.zarr", mask=mask, min_foreground=0.99)]
     if arm in ("warped", "pairs"):
@@ -250,7 +251,7 @@ def measure(out: Path, arm: str, seed: int) -> dict[str, Any]:
     augment = AugmentConfig(flip=False, rot90=False) if arm == "boxes" else AugmentConfig()
     data = DataConfig(
         volumes=tuple(entries(out, arm)),
-        patch_size=PATCH,
+        patch_size=BOX,
         normalize=normalize,
         augment=augment,
         validation=ValidationConfig(fraction=0),
@@ -265,12 +266,12 @@ def measure(out: Path, arm: str, seed: int) -> dict[str, Any]:
             schedule.step()
     network.eval()
     counts = np.zeros(3)
-    with np.load(out.parent / "test.npz") as test, torch.no_grad():
-        for number in range(0, len(test.files), 2):
-            scan, labels = (torch.from_numpy(test[f"arr_{number + k}"]) for k in range(2))
-            image = (scan.float() - GREY[0]) * (2 / (GREY[1] - GREY[0])) - 1
-            gap, truth = network(image[None, None]).argmax(1)[0] == GAP, labels == GAP
-            counts += [int((gap & truth).sum()), int(gap.sum()), int(truth.sum())]
+    scan, truth = (zarr.open_array(out.parent / name, mode="r")[:] for name in ("scan.zarr", "truth.zarr"))
+    for box in choose_boxes(scan)[max(COUNTS) :]:
+        image = (torch.from_numpy(scan[box]).float() - GREY[0]) * (2 / (GREY[1] - GREY[0])) - 1
+        with torch.no_grad():
+            gap = network(image[None, None]).argmax(1)[0].numpy() == GAP
+        counts += [(gap & (truth[box] == GAP)).sum(), gap.sum(), (truth[box] == GAP).sum()]
     dice = 2 * counts[0] / (counts[1] + counts[2])
     return {"dice": dice, "loss": loss.item(), "cpu_s": time.process_time() - started}
 
@@ -297,7 +298,7 @@ def run(out: Path, counts: list[int], arms: list[str]) -> None:
     """Compute all missing results."""
     if not (out / "scan.zarr").exists():
         make_volumes(out)
-    boxes = choose_boxes(BOX, 0, TRAINED, max(COUNTS), zarr.open_array(out / "scan.zarr", mode="r")[:])
+    boxes = choose_boxes(zarr.open_array(out / "scan.zarr", mode="r")[:])
     for count in counts:
         folder = out / f"n{count}"
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The controls of the label benchmark are fair: warped copies keep the noise, and the upper bound sees no air."""
+"""The controls of the label benchmark are fair: warped copies keep the noise, the upper bound sees no air, no test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 
 @pytest.fixture
@@ -31,6 +32,15 @@ def test_warped_copies_keep_the_noise_of_the_scan(bench: Any) -> None:
     assert np.mean(spread) == pytest.approx(1, abs=0.03)
 
 
-def test_patches_with_labels_everywhere_hold_no_air(bench: Any, tmp_path: Path) -> None:
+def test_patches_with_labels_everywhere_hold_no_air_and_nothing_of_the_test(bench: Any, tmp_path: Path) -> None:
+    bench.make_volumes(tmp_path)
+    scan, mask = (zarr.open_array(tmp_path / name, mode="r")[:] for name in ("scan.zarr", "not_tested.zarr"))
+    labelled, tested = np.zeros(scan.shape, bool), np.zeros(scan.shape, bool)
+    boxes = bench.choose_boxes(scan)
+    for number, box in enumerate(boxes):
+        (labelled if number < max(bench.COUNTS) else tested)[box] = True
+    assert np.array_equal(mask == 0, tested | (scan == 0))
+    assert not (labelled & tested).any()
+    assert len(boxes) == max(bench.COUNTS) + bench.TESTS
     (volume,) = bench.entries(tmp_path / "n4", "all")
-    assert (volume.mask.path, volume.min_foreground) == (str(tmp_path / "scan.zarr"), 0.99)
+    assert (volume.mask.path, volume.min_foreground) == (str(tmp_path / "not_tested.zarr"), 0.99)
