@@ -102,6 +102,17 @@ def test_no_patch_comes_from_a_shard_with_a_damaged_index(tmp_path: Path, caplog
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
 
 
+def test_a_reader_takes_an_absent_chunk_for_damage_if_it_was_listed(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
+    job = prepare_data(0, data_config(path, min_foreground=0.1)).job
+    gone = tuple(map(int, np.argwhere(some_chunks())[0]))
+    path.joinpath(*map(str, gone)).unlink()
+    with open_stream(job) as stream:
+        collect(stream, 60)
+    causes = [(tuple(record["chunk"]), record["cause"]) for record in stream.quarantined]
+    assert causes == [(gone, "it is listed, but is now missing")]
+
+
 # ---- sidecars
 
 

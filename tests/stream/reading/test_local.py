@@ -39,17 +39,23 @@ def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Regions]
 
 
 def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job: ReaderJob) -> None:
-    may_start = threading.Event()
+    may_start, replaced = threading.Event(), list[int]()
+
+    class Started(LocalRegions):
+        def report_replaced(self, actor: str, pid: int, node: str) -> None:
+            replaced.append(pid)
 
     def start(tasks: Iterator[Task]) -> Regions:
         may_start.wait(30)
-        return LocalRegions(job, tasks)
+        return Started(job, tasks)
 
     regions = opened(job, STOP, start)
     first = slots(itertools.islice(regions, 8))
     assert regions.tasks_left > 100, "readers have work before they are there"
     may_start.set()
     assert first + slots(regions) == [slot for task in job.tasks(FIRST, STOP) for slot in task]
+    regions.report_replaced("actor", 1, "here")
+    assert replaced == [1], "deaths of readers are reported to Ray's regions"
     regions.close()
 
 
