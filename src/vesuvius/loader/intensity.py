@@ -33,8 +33,8 @@ def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     """Return (raw - low) / half - 1 in float32, within a few roundings of float32.
 
     Subtracts low before any rounding, so that a narrow range far from 0 keeps its resolution.  Dtypes that float32
-    cannot represent are computed in float64.  `raw` is [B, ...] in any stored dtype, `scales` the `intensity_scales` of
-    each sample's volume, float64 [B, 2].
+    cannot represent are computed in float64, to which integers beyond 2^53 are rounded.  `raw` is [B, ...] in any
+    stored dtype, `scales` the `intensity_scales` of each sample's volume, float64 [B, 2].
     """
     low, half = scales.T
     exact = raw.dtype in _EXACT
