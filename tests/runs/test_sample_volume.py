@@ -75,7 +75,7 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     out = tmp_path / "big.zarr"
-    (tmp_path / "big.png").write_text("of another program")
+    Image.new("1", (14_000, 14_000)).save(tmp_path / "big.png")  # more than Pillow opens
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
     assert "big.png exists and would be replaced" in capsys.readouterr().err
     (tmp_path / "big.png").unlink()
