@@ -95,7 +95,9 @@ def main() -> None:
     }
     cells = [MontageCell(caption, two_slices(voxels)) for caption, voxels in pictures.items()]
     title = f"64x256x256 voxels; above: slice z={SHOWN_Z}, below: slice x={SHOWN_X} (z down)"
-    draw_grid(cells, title, Scale.of(voxel_size_um(arguments.volume), 1), 3).save(arguments.picture, optimize=True)
+    draw_grid(cells, title, Scale((1.0, 1.0, 1.0), voxel_size_um(arguments.volume)), 3).save(
+        arguments.picture, optimize=True
+    )
 
 
 def voxel_size_um(path: Path) -> FloatTriple | None:
