@@ -54,6 +54,12 @@ def test_voxels_that_are_no_cubes_are_drawn_in_proportion() -> None:
     assert Scale.of_patch((16, 64, 64), (20.0, 5.0, 5.0)).pixels_zyx == (8.0, 2.0, 2.0)
 
 
+def test_a_voxel_size_of_the_wrong_unit_does_not_make_a_picture_of_gigabytes() -> None:
+    scale = Scale.of_patch((64, 128, 128), (1000.0, 1.0, 1.0))
+    assert scale.pixels_zyx == (16.0, 1.0, 1.0)
+    assert scale.bar(128) == (100, "100 µm   (voxel 1000 x 1 x 1 µm)")
+
+
 @pytest.mark.parametrize("count", [1, 7, 64])
 def test_a_grid_shows_every_cell_once_and_is_roughly_square(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
@@ -101,6 +107,7 @@ def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
         (0.5, None, 96, (50, "100 voxels")),
         (1, (8.0, 8.0, 8.0), 100, (62, "500 µm   (voxel 8 µm)")),
         (2, (8.0, 4.0, 2.5), 1000, (800, "1 mm   (voxel 8 x 4 x 2.5 µm)")),
+        (3, (2.4, 2.4, 2.4), 125, (125, "100 µm   (voxel 2.4 µm)")),  # 125 / 3 * 2.4 is just below 100
     ],
 )
 def test_a_scale_bar_has_the_length_along_x_that_its_label_states(

@@ -25,6 +25,7 @@ GAP, LINE = 4, 20  # pixels between slices; of a line of text
 BACKGROUND = 51  # not black, so that a slice of air alone is visible
 _INK = 235
 _SMALLEST_SIDE = 96
+_MOST_STRETCHED = 16  # a size along z that metadata state wrongly would give a picture of gigabytes
 _ASPECT = 1.5  # width to height of a grid, approximately
 _DPI, MIN_WIDTH = 100, 540  # of the curves; a title wraps at this width or that of the grid
 _COLOURS = ("#6ec6ff", "#ffa62b")  # real, generated
@@ -40,7 +41,7 @@ _STYLE = dict.fromkeys(("figure.facecolor", "axes.facecolor"), str(BACKGROUND / 
 
 @dataclass(frozen=True)
 class Scale:
-    """Pixels of a voxel along z, y and x, in proportion to its edges, and their lengths; None = unknown."""
+    """Pixels of a voxel along z, y and x, in proportion to its edges up to 16:1, and their lengths; None = unknown."""
 
     pixels_zyx: FloatTriple
     voxel_size_um: FloatTriple | None
@@ -49,7 +50,8 @@ class Scale:
     def of(cls, voxel_size_um: FloatTriple | None, pixels: float) -> Self:
         """Return the scale that gives the shortest edge this many pixels."""
         size_um = voxel_size_um or (1.0, 1.0, 1.0)
-        return cls(triple(pixels * size / min(size_um) for size in size_um), voxel_size_um)
+        shortest = min(size_um)
+        return cls(triple(pixels * min(size / shortest, _MOST_STRETCHED) for size in size_um), voxel_size_um)
 
     @classmethod
     def of_patch(cls, shape_zyx: Sequence[int], voxel_size_um: FloatTriple | None) -> Self:
@@ -66,7 +68,7 @@ class Scale:
         size_um, pixels = self.voxel_size_um[2] if self.voxel_size_um else 1.0, self.pixels_zyx[2]
         longest = width / pixels * size_um
         power = 10.0 ** math.floor(math.log10(longest))
-        length = max(factor * power for factor in (1, 2, 5) if factor * power <= longest)
+        length = max(factor * power for factor in (1, 2, 5) if factor * power <= longest * (1 + 1e-9))  # log10 rounds
         bar = round(length / size_um * pixels)
         if self.voxel_size_um is None:
             return bar, f"{length:g} voxels"
