@@ -200,7 +200,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
     inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
     options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
-    out, labels_out, picture = arguments.out, None, arguments.out.with_suffix(".png")
+    out, labels_out, picture = arguments.out, None, arguments.out.parent / f"{arguments.out.stem}.png"
     if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
         # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.
         labels_out = out / "labels" / f"{arguments.seed}_labels.zarr"

@@ -188,7 +188,6 @@ from pathlib import Path
 from vesuvius.config.load import read_config
 from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
-from vesuvius.training.stop import StoppedError
 config = read_config(Path(sys.argv[1]))
 with closing(TrialRunner(config, Path(sys.argv[2]))) as lab:
     lab.measure(Setting.of(config), "run", 3600.0, 3600.0)
