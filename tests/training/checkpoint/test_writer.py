@@ -184,6 +184,20 @@ def test_buffers_are_reused_unless_shape_dtype_or_layout_change() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_snapshot_does_not_wait_for_other_streams() -> None:
+    """Such as that of sums with a rank that has failed, which never complete."""
+    state, snapshot, sums = {"w": torch.zeros(2**20, device="cuda")}, Snapshot(), torch.cuda.Stream()
+    snapshot.take(state)
+    with torch.cuda.stream(sums):
+        torch.cuda._sleep(2**33)  # some seconds
+    state["w"].add_(1)
+    snapshot.take(state)
+    assert not sums.query()
+    assert snapshot.state["w"].unique().tolist() == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_later_updates_do_not_reach_the_snapshot() -> None:
     state, snapshot = {"w": torch.zeros(2**26, device="cuda"), "host": torch.zeros(3)}, Snapshot()
     for round_ in range(3):

@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError, one_line
-from vesuvius.loader.device import synchronize
 from vesuvius.runlog.files import directory_bytes, flush_to_disk
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
@@ -134,7 +133,7 @@ class Snapshot:
         self.state: dict[str, Any] = {}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Copy nested dicts, lists and tuples of tensors and plain data over the previous copy; waits for the device.
+        """Copy nested dicts, lists and tuples of tensors and plain data over the previous copy; waits for it.
 
         Raises StorageError: the copy does not fit into host memory.
         """
@@ -145,8 +144,9 @@ class Snapshot:
         buffers = iter(self._buffers)
         with torch.no_grad():  # new dicts and lists: nothing is shared
             self.state = tree_map_only(Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=True), state)
-        for device in {tensor.device for tensor in tensors}:
-            synchronize(device)
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            # Not for the entire device: after an error, sums with other ranks may be queued that never complete.
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
