@@ -48,6 +48,8 @@ class StopRequest:
     A second signal ends the process at once; the last checkpoint stays intact.  SIGHUP is not counted: when a terminal
     closes, the kernel, the shell and systemd send it several times, along with SIGTERM.  A context manager, which
     restores the signal handlers.
+
+    `ending` says in the log what a command does that ends at once; a second signal then does nothing.
     """
 
     def __init__(self, max_hours: float | None, ending: str = "") -> None:
