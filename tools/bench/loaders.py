@@ -23,7 +23,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from feeds import Batches, Figures, Setup, run_feed, touch, uniform_feed
 
 from vesuvius import PatchLoader
@@ -49,7 +48,7 @@ _DEMAND = 2 / 3
 
 
 class OurFeed:
-    """`PatchStream` into a ring of three buffers.
+    """`PatchStream`, as training reads it: on a CPU `DeviceFeed.copy` copies nothing.
 
     If the run keeps the volumes in memory (`data.resident`), the warm-up is two passes over them.
     """
@@ -67,10 +66,8 @@ class OurFeed:
         self._stream: PatchStream | None = None
 
     def batches(self) -> Batches:
-        shape = (self._options.batch_size, *self._job.plan.patch_zyx)
-        ring = [np.empty(shape, self._job.dtype) for _ in range(3)]
         resident = Resident(self._job) if self.resident else None
-        with PatchStream(self._job, self._options, buffers=ring, resident=resident) as self._stream:
+        with PatchStream(self._job, self._options, resident=resident) as self._stream:
             for batch in self._stream:
                 yield batch.patches
 

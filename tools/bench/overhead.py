@@ -77,17 +77,12 @@ class MemoryStream(PatchStream):
 
     def _open_readers(self) -> None:
         self._batches = itertools.cycle(self.kept)
-        self._ring = itertools.cycle(self._buffers[0]) if self._buffers[0] else None
 
     def __next__(self) -> Batch:
         kept = next(self._batches)
-        patches = kept.patches
-        if self._ring is not None:
-            patches = next(self._ring)
-            np.copyto(patches, kept.patches)
         samples = tuple(replace(sample, index=self._next_sample + n) for n, sample in enumerate(kept.samples))
-        self._next_sample += len(patches)
-        return Batch(patches, samples)
+        self._next_sample += len(samples)
+        return Batch(kept.patches, samples)
 
 
 class BareLoop:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import time
 
-import numpy as np
 import psutil
 
 from vesuvius import PatchLoader
@@ -45,8 +44,7 @@ def main() -> None:
     job = prepare_data(0, data).job
     resident = Resident(job) if args.resident else None
     warm_up = 2 * job.plan.slots_per_pass * job.plan.patches_per_region // _BATCH if resident else _WARM_UP
-    ring = [np.empty((_BATCH, *_PATCH), job.dtype) for _ in range(3)]
-    with PatchStream(job, StreamOptions(_BATCH, args.workers), buffers=ring, resident=resident) as stream:
+    with PatchStream(job, StreamOptions(_BATCH, args.workers), resident=resident) as stream:
         seen = hashlib.sha256(next(stream).patches.tobytes())
         first_s = time.perf_counter() - began
         for _ in range(warm_up):

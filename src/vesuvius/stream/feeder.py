@@ -6,7 +6,6 @@ import itertools
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.cutter import Cutter, WaitTime
 from vesuvius.volumes.store.retry import Outage
 
-# A batch remains valid until the second `next` after it: the copy to a GPU may still be reading it.
-BUFFERS_IN_USE = 2
+BATCHES_IN_USE = 2  # by the trainer: the current batch, and the previous one until it is released
 _POLL_S = 0.2
 _JOIN_S = 1.0
 _COPIERS = 2
@@ -37,8 +34,7 @@ class StreamInterrupted(Exception):  # noqa: N818 - not an error: it ends a wait
 class Batch:
     """Consecutive samples of one rank."""
 
-    # (B, Z, Y, X) in the stored dtype.  If the stream has buffers, one of them: valid until the second `next` after it.
-    patches: NDArray[Any]
+    patches: NDArray[Any]  # (B, Z, Y, X) in the stored dtype
     samples: tuple[Sample, ...]  # of each patch
     condition: NDArray[Any] | None = None  # like `patches`, cut from the condition volumes; None without them
 
@@ -63,7 +59,7 @@ class FeederStats:
 
     cut_s: float = 0.0  # copying patches from regions into batches
     starved_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
-    full_s: float = 0.0  # waiting for a free buffer because enough batches were ready
+    full_s: float = 0.0  # waiting because enough batches were ready
     batches: int = 0  # delivered
     ran_empty: int = 0  # requests for a batch when none was ready
     delivered_bytes: int = 0  # of patches and conditions
@@ -82,15 +78,6 @@ class FeederClock:
         """Totals so far, including waits under way."""
         return FeederStats(
             self.cut_s, self.starved.seconds, self.full.seconds, self.batches, self.ran_empty, self.delivered_bytes
-        )
-
-
-def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
-    """Raise ConfigError if a ring has one or two buffers."""
-    if any(0 < len(ring) <= BUFFERS_IN_USE for ring in rings):
-        raise ConfigError(
-            f"Rings of {[len(ring) for ring in rings]} buffers are too small, as {BUFFERS_IN_USE} are in use; pass at "
-            f"least {BUFFERS_IN_USE + 1}, or none"
         )
 
 
@@ -119,10 +106,8 @@ _REFERENCES = next(sys.getrefcount(array) for array in [np.empty(0)])
 class Feeder:
     """Copies the patches of a cutter, which is iterated on its own thread, into batches ahead of the consumer.
 
-    `layout` has shape and dtype of a batch's arrays, `rings` their buffers; an empty ring is replaced by reusable
-    arrays.  `ahead` batches are assembled ahead, fewer if the rings are shorter.  `delivered` batches went into these
-    rings so far; the last of them, from the previous feeder, are `held`.  During a wait `interrupted` is polled several
-    times a second.
+    `layout` has shape and dtype of a batch's arrays.  At most `ahead` batches are assembled ahead.  During a wait
+    `interrupted` is polled several times a second.
     """
 
     def __init__(
@@ -131,12 +116,8 @@ class Feeder:
         cutter: Cutter,
         clock: FeederClock,
         ahead: int,
-        rings: Sequence[Sequence[NDArray[Any]]],
-        delivered: int,
-        held: Sequence[Batch],
         interrupted: Callable[[], bool],
     ) -> None:
-        check_rings(rings)
         self._interrupted = interrupted
         self._batch_size = layout[0][0][0]
         self._cutter = cutter
@@ -144,17 +125,12 @@ class Feeder:
         # Two threads copy faster than one, but only views of a resident copy stay valid after the next patch is cut.
         self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
-        size = min([BUFFERS_IN_USE + ahead, *(len(ring) for ring in rings if ring)])
-        self._rings = [
-            itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else reusable_arrays(*of, size)
-            for ring, of in zip(rings, layout, strict=False)
-        ]
+        self._arrays = [reusable_arrays(*of, BATCHES_IN_USE + ahead) for of in layout]
         # Both are C queues: the Python lock of a semaphore would stay locked if Ctrl-C interrupted it.
         self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(size - len(held)):
+        for _ in range(ahead):
             self._free.put(None)
         self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
-        self.held = deque(held)
         self._ended = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
@@ -167,9 +143,6 @@ class Feeder:
         """
         if self._ended:
             return None
-        if len(self.held) == BUFFERS_IN_USE:
-            self.held.popleft()
-            self._free.put(None)
         empty = self._ready.empty()
         ready = self._wait_for_batch()
         if not isinstance(ready, Batch):
@@ -177,7 +150,7 @@ class Feeder:
             if ready is not None:
                 raise ready
             return None
-        self.held.append(ready)
+        self._free.put(None)
         self._clock.batches += 1
         self._clock.ran_empty += empty
         self._clock.delivered_bytes += ready.nbytes
@@ -233,7 +206,7 @@ class Feeder:
                 self._copiers.shutdown()
 
     def _next(self) -> Batch | None:
-        arrays = [next(ring) for ring in self._rings]
+        arrays = [next(each) for each in self._arrays]
         samples: list[Sample] = []
         copies: list[Future[None]] = []
         for sample, views in itertools.islice(self._patches, self._batch_size):

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.runlog.units import format_count
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
-from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederStats, check_rings
+from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederStats
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
@@ -51,9 +50,6 @@ class PatchStream(Iterator[Batch]):
         options: batch size and readers.
         first: index of the first sample; a multiple of the number of ranks.
         stop: index after the last sample, or None for an endless stream.  The last batch may be short.
-        buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. in pinned memory; batches
-            are delivered in them in turn, each valid until the second `next` after it.  By default new arrays.
-        condition_buffers: the same for conditions.
         quarantined: `quarantined` of an earlier stream over the same volumes; these boxes are not read again.
         interrupted: polled several times a second while `next` waits for a batch; if it returns True, `next` raises
             StreamInterrupted and the stream keeps its position.
@@ -79,8 +75,6 @@ class PatchStream(Iterator[Batch]):
         *,
         first: int = 0,
         stop: int | None = None,
-        buffers: Sequence[NDArray[Any]] = (),
-        condition_buffers: Sequence[NDArray[Any]] = (),
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
         resident: Resident | None = None,
@@ -97,7 +91,6 @@ class PatchStream(Iterator[Batch]):
         self._ended_readers = 0  # number that ended because the resident copy is full
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
-        self._buffers = (buffers, condition_buffers)
         self._readers = Readers()
         self._events = EventRecorder(job, quarantined)
         self._sources = Sources(marker, partial(self._events.record, "spill"), self._reader_died)
@@ -106,8 +99,6 @@ class PatchStream(Iterator[Batch]):
         self._source: Regions | None = None
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
-        self._delivered = 0  # batches in the current ring
-        self._held: list[Batch] = []
         self._failure: BaseException | None = None
         self._closed, self._pid = False, os.getpid()
         _close_at_exit()
@@ -140,7 +131,6 @@ class PatchStream(Iterator[Batch]):
                 f"Samples {batch.indices.tolist()} arrived out of order at {self._next_sample}; report this as a bug"
             )
         self._next_sample += world * count
-        self._delivered += 1
         return batch
 
     def close(self) -> None:
@@ -155,7 +145,6 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
-            self._held = []
             _open.discard(self)
             self._drop_resident()
             self._sources.end_ray()
@@ -186,27 +175,16 @@ class PatchStream(Iterator[Batch]):
         self._next_sample = state["sample_index"]
         self._open_readers()
 
-    def reconfigure(
-        self,
-        *,
-        buffers: Sequence[NDArray[Any]] | None = None,
-        condition_buffers: Sequence[NDArray[Any]] = (),
-        **changes: Unpack[StreamChanges],
-    ) -> None:
+    def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Change readers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
 
         Takes the seconds that new readers need to start and to read the regions in flight again, at most
-        `plan.regions_in_flight`.  A ring of buffers limits prefetch, so a larger prefetch needs larger rings.
-
-        Args:
-            changes: new values of options.
-            buffers, condition_buffers: rings that replace both old ones, filled from their first buffers on; None keeps
-                the old ones.  They may contain old buffers if the batches delivered in those are no longer used.
+        `plan.regions_in_flight`.
 
         Raises:
             TypeError: an option that cannot be changed while the stream runs.
-            ConfigError: /dev/shm is too small, a ring has fewer than 3 buffers, or the stream is closed; the stream is
-                unchanged.  If new readers cannot start, `next` raises the error until another call succeeds.
+            ConfigError: /dev/shm is too small or the stream is closed; the stream is unchanged.  If new readers cannot
+                start, `next` raises the error until another call succeeds.
         """
         self._check_open()
         if unknown := changes.keys() - StreamChanges.__annotations__.keys():
@@ -214,7 +192,6 @@ class PatchStream(Iterator[Batch]):
                 f"Cannot change {', '.join(unknown)} of a running stream, only "
                 f"{', '.join(StreamChanges.__annotations__)}; open another PatchStream"
             )
-        check_rings((buffers or (), condition_buffers))
         options = replace(self.options, **changes)
         if not is_ray_connected() or not self._sources.fits(self._job, options):
             check_store(self._job, options)
@@ -222,8 +199,6 @@ class PatchStream(Iterator[Batch]):
         self._close_readers()
         if not options.resident:
             self._drop_resident()
-        if buffers is not None:
-            self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
         self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
         self._events.record("reconfigured", f"Readers changed at sample {self._next_sample}: {text}", changes)
@@ -308,8 +283,7 @@ class PatchStream(Iterator[Batch]):
             self._source = self._sources.open(job, self.options, job.tasks(*span), self._resident)
             cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *span, self._resident)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
-            ring = self._buffers, self._delivered, self._held
-            self._feeder = Feeder(layout, cutter, self._clock, ahead, *ring, self._interrupted)
+            self._feeder = Feeder(layout, cutter, self._clock, ahead, self._interrupted)
         except BaseException as error:
             self._failure = error  # otherwise `next` would report the end of the stream
             raise
@@ -323,7 +297,6 @@ class PatchStream(Iterator[Batch]):
             source.interrupt()
         if feeder is not None:
             feeder.join()
-            self._held = list(feeder.held)
         if source is not None:
             source.close()
         self._feeder = self._source = None

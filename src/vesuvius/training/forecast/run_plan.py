@@ -20,7 +20,7 @@ from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.probes.vram import read_vram
 from vesuvius.runlog.units import GIB, format_size
-from vesuvius.stream.feeder import BUFFERS_IN_USE
+from vesuvius.stream.feeder import BATCHES_IN_USE
 from vesuvius.stream.options import (
     READER_RING,
     TASKS_PER_SEGMENT,
@@ -254,8 +254,8 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamItem]:
     """Host memory of the trainer without the network."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
-    ahead = (BUFFERS_IN_USE + batches_ahead(options)) * batch
-    in_hand = config.training.accumulate_steps * batch + gpu * BUFFERS_IN_USE * _host_bytes(batch, gpu)
+    ahead = (BATCHES_IN_USE + batches_ahead(options)) * batch
+    in_hand = config.training.accumulate_steps * batch + gpu * BATCHES_IN_USE * _host_bytes(batch, gpu)
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [
         RamItem("trainer", "process", _TRAINER_BYTES),
