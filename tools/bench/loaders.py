@@ -34,7 +34,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.forecast.run_plan import resident_bytes
+from vesuvius.training.forecast.run_plan import plan_resident
 from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"
@@ -56,7 +56,7 @@ class OurFeed:
     def __init__(self, config: Config) -> None:
         data = prepare_data(config.seed, config.data)
         self._job = job = data.job
-        self.resident = config.data.resident != 0 and resident_bytes(config, data) > 0
+        self.resident = plan_resident(config, data)[0] > 0
         self._options = options = StreamOptions.from_config(config.training, config.cluster)
         tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
         self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader

@@ -116,7 +116,7 @@ class TrainingLoop:
 
     def _open_resident(self) -> Resident | None:
         """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""
-        if not self.run.checked.resident_bytes:
+        if not self.run.checked.resident[0]:
             return None
         ranks = self.run.ranks
         try:

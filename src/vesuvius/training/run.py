@@ -33,7 +33,7 @@ from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, read_initial_weights, write_facts
 from vesuvius.training.forecast.micro_batch import device_memory_bytes, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.run_plan import gpu_memory_error, resident_bytes
+from vesuvius.training.forecast.run_plan import gpu_memory_error, plan_resident
 from vesuvius.training.forecast.start_log import log_ranks, startup_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.failure import RankError
@@ -189,7 +189,7 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
         return EXIT_OK
     known = None if facts is None else read_facts(facts, config.data)
     checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
-    checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
+    checked = replace(checked, resident=plan_resident(config, checked.data))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # only an optimization
             write_facts(facts, config.data, checked.facts)

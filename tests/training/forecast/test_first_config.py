@@ -164,7 +164,7 @@ def test_readers_are_used_if_they_are_faster_than_threads(
     cores: int, remote: bool, kept: bool, small: bool, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "usable_cores", lambda pid: cores)
-    monkeypatch.setattr(module, "resident_bytes", lambda config, data: int(kept))
+    monkeypatch.setattr(module, "plan_resident", lambda config, data: (int(kept), ""))
     monkeypatch.setattr(module, "_fits", lambda config, data: config.training.workers <= 6)
     data = DataConfig(volumes=(VolumeConfig(path="any"),))
     config = Config(name="any", data=data, training=TrainingConfig(workers=8))

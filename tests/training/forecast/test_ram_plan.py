@@ -22,7 +22,7 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import run_plan, start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.run_plan import RamItem, RunPlan, first_pass_samples, plan_run, resident_bytes
+from vesuvius.training.forecast.run_plan import RamItem, RunPlan, first_pass_samples, plan_resident, plan_run
 from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
@@ -189,7 +189,7 @@ def test_the_startup_log_says_when_reading_ends_or_why_volumes_are_not_kept(
     def said(*overrides: str, resumed_at: int | None = None) -> str:
         config, data, _ = planned(*overrides)
         resumed = None if resumed_at is None else SimpleNamespace(step=resumed_at)
-        checked: Any = SimpleNamespace(data=data, resident_bytes=resident_bytes(config, data), resumed=resumed)
+        checked: Any = SimpleNamespace(data=data, resident=plan_resident(config, data), resumed=resumed)
         return "".join(start_log._resident_lines(config, checked))
 
     config, data, _ = planned("training.epochs=1000")

@@ -34,7 +34,7 @@ from vesuvius.runlog.units import GIB, format_gib, format_percent, format_sizes
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.micro_batch import device_memory_bytes, fit_micro_batch
-from vesuvius.training.forecast.run_plan import plan_run, ram_limit, resident_bytes
+from vesuvius.training.forecast.run_plan import plan_resident, plan_run, ram_limit
 from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.setup import AmpMode, build_meta_network, choose_device, parameter_count, resolve_amp
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
@@ -267,7 +267,7 @@ def _workers(config: Config, data: PreparedData, remote: bool) -> int:
     """
     if not remote and usable_cores(os.getpid()) <= _CORES_WITHOUT_READERS:
         return 0
-    if resident_bytes(config, data) and data.plan.is_small:
+    if plan_resident(config, data)[0] and data.plan.is_small:
         return 0
     return next((n for n in range(config.training.workers, 0, -1) if _fits(config.with_training(workers=n), data)), 0)
 

@@ -57,7 +57,7 @@ class Preflight:
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
     free_bytes: int  # free space at the run directory
-    resident_bytes: int = 0  # decoded volumes kept in memory
+    resident: tuple[int, str] = (0, "")  # bytes of decoded volumes kept in memory, and why none are
     can_halve: bool = False  # with `train_batch_size: auto` a smaller micro-batch is tried after an OOM
 
 

@@ -173,24 +173,29 @@ def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamItem, ..
     ranks = num_local_ranks(config)
     items = [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
     items = [item if item.shared else replace(item, size_bytes=item.size_bytes * ranks) for item in items]
-    items.append(RamItem("volumes", "decoded", resident_bytes(config, data), "data.resident", shared=True))
+    items.append(RamItem("volumes", "decoded", plan_resident(config, data)[0], "data.resident", shared=True))
     return tuple(item for item in items if item.size_bytes)
 
 
-def resident_bytes(config: Config, data: PreparedData) -> int:
-    """Memory of the decoded volumes if the run keeps them; else 0.
+def plan_resident(config: Config, data: PreparedData) -> tuple[int, str]:
+    """Memory of the decoded volumes if the run keeps them; else 0 and the reason, which is '' for `data.resident=0`.
 
-    `auto` keeps them if volumes and readers leave half of the free memory, and the first pass ends within half of the
-    run.
+    `auto` keeps them if the first pass ends within half of the run, and volumes and readers leave half of the free
+    memory.
     """
     need, wanted = Resident.size_bytes(data.job), config.data.resident
+    volumes = f"{format_size(need)} of decoded volumes"
     if wanted != "auto":
-        return need if need <= wanted * GIB else 0
+        refusal = f"{volumes} exceed data.resident={wanted:g} (GiB)" if wanted else ""
+        return (need, "") if need <= wanted * GIB else (0, refusal)
+    second_pass_ends = math.ceil(2 * first_pass_samples(config, data) / config.global_batch)
+    if second_pass_ends > config.stop_step:
+        return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
     readers = ranks * sum(item.size_bytes for item in _readers(config, data))
     if need + readers > _RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
-        return 0
-    return need if 2 * first_pass_samples(config, data) <= config.stop_step * config.global_batch else 0
+        return 0, f"{volumes} and their readers would take more than half of the free memory"
+    return need, ""
 
 
 def first_pass_samples(config: Config, data: PreparedData) -> int:

@@ -20,13 +20,12 @@ from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import GIB, format_duration, format_size, format_sizes
-from vesuvius.stream.reading.resident import Resident
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.micro_batch import resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
-from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, num_local_ranks, plan_run, resident_bytes
+from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, num_local_ranks, plan_resident, plan_run
 from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
@@ -102,21 +101,13 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     """Whether decoded volumes are kept in memory, and from which step on nothing is read."""
-    wanted, need = config.data.resident, Resident.size_bytes(checked.data.job)
-    size, first_pass = format_size(need), first_pass_samples(config, checked.data)
-    if wanted == 0:
-        return []
-    if checked.resident_bytes:
-        begins = checked.resumed.step if checked.resumed else 0
-        step = begins + math.ceil(first_pass / config.global_batch)
-        return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
-    if wanted != "auto":
-        why = f"{size} of decoded volumes exceed data.resident={wanted:g} (GiB)"
-    elif config.stop_step * config.global_batch < 2 * first_pass:
-        why = f"the second pass over the volumes ends only at step {math.ceil(2 * first_pass / config.global_batch)}"
-    else:
-        why = f"{size} of decoded volumes and their readers would take more than half of the free memory"
-    return [f"  resident not used: {why}"]
+    size_bytes, refusal = checked.resident
+    if not size_bytes:
+        return [f"  resident not used: {refusal}"] if refusal else []
+    begins = checked.resumed.step if checked.resumed else 0
+    step = begins + math.ceil(first_pass_samples(config, checked.data) / config.global_batch)
+    size = format_size(size_bytes)
+    return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
 
 
 def log_ranks(config: Config, share: RankShare) -> None:
@@ -143,7 +134,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
-    checked = replace(checked, resident_bytes=resident_bytes(config, checked.data))
+    checked = replace(checked, resident=plan_resident(config, checked.data))
     lines = startup_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
