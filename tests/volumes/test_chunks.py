@@ -192,14 +192,14 @@ def test_an_index_at_either_end_locates_each_chunk(tmp_path: Path, where: str) -
     grid, data = grid_of(path), (path / "c/0/0/0").read_bytes()
     index = grid.shard_index("c/0/0/0")
     assert index is not None
-    assert index.shape == (4, 4, 4, 2)
+    assert index.entries.shape == (4, 4, 4, 2)
     for chunk in np.ndindex(3, 4, 4):
-        offset, size = (int(v) for v in index[chunk])
+        offset, size = (int(v) for v in index.entries[chunk])
         part = tuple(slice(8 * i, 8 * i + 8) for i in chunk)
         voxels = numcodecs.Zstd().decode(data[offset : offset + size])
         assert bytes(voxels) == textured(SHAPE)[part].tobytes()
-    assert (index[3] == 2**64 - 1).all()
-    np.testing.assert_array_equal(grid.present_in_shard((0, 0, 0)), index[..., 0] != 2**64 - 1)
+    assert (index.entries[3] == 2**64 - 1).all()
+    np.testing.assert_array_equal(grid.present_in_shard((0, 0, 0)), index.entries[..., 0] != 2**64 - 1)
     assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", ZYX, CORNER)
     assert grid.absent(((16, 0, 0), (32, 8, 16))) == [(3, 0, 0), (3, 0, 1)]
     (path / "c/0/0/0").unlink()

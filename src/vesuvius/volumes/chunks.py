@@ -214,8 +214,8 @@ class ChunkGrid:
                 self._indices.move_to_end(key)
                 return self._indices[key]
         try:
-            data = self.source.get(key, self.index_range)
-            found = None if data is None else self._shards.parse(data)
+            stored = self.source.get_stamped(key, self.index_range)
+            found = None if stored is None else self._shards.parse(*stored)
         except (FetchError, ValueError) as error:
             raise ShardIndexError(f"{error} in {key}") from error
         with self._lock:
@@ -248,10 +248,9 @@ class ChunkGrid:
         self._last = key, data, index
         with self._lock:
             cached = self._indices.get(key)
-            if cached is None or (index is not None and np.array_equal(cached, index)):
+            if cached is None or (index is not None and np.array_equal(cached.entries, index.entries)):
                 return index
             del self._indices[key]
-        self.source.forget(key)
         return index
 
     def _name(self, index_zyx: Sequence[Any]) -> str:

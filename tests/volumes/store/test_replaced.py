@@ -17,6 +17,7 @@ from tests.support.odd_server import objects_of, serving
 from tests.support.s3 import upload
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import RefusedError
+from vesuvius.volumes.store import source
 from vesuvius.volumes.volume import Volume, open_volume
 
 OLD, NEW = textured((32, 32, 32)), textured((32, 32, 32), seed=1)
@@ -99,8 +100,12 @@ def test_the_cache_checks_object_stores_too(tmp_path: Path, s3: Any) -> None:
 
 
 @pytest.mark.parametrize(("headers", "cached"), [("etag", True), ("time only", False), ("etags of 2 servers", False)])
-def test_a_shard_replaced_during_a_read_is_one_version_or_the_other(tmp_path: Path, headers: str, cached: bool) -> None:
+@pytest.mark.parametrize("remembered", [0, 100])
+def test_a_shard_replaced_during_a_read_is_one_version_or_the_other(
+    tmp_path: Path, headers: str, cached: bool, remembered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its chunks have other offsets in the new version: the old index would return another chunk's voxels."""
+    monkeypatch.setattr(source, "_STAMPS_MAX", remembered)  # as in a volume of more objects
     old = write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"])
     moved = OLD.copy()
     moved[:16, :16, :16] = 0  # not stored, so that the offsets of all others change

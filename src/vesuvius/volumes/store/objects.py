@@ -36,6 +36,7 @@ class ByteRange:
     start: int
     stop: int | None = None
     reserved: int = field(default=0, compare=False)  # bytes at the end of the object that the range must not touch
+    version: str | None = None  # the object's stamp for which the range was computed; None = any
 
     def check(self, size: int) -> None:
         """Raise FetchError if an object of `size` bytes, minus the reserved ones, ends before the range."""

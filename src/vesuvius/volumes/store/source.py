@@ -25,7 +25,7 @@ from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
 
-_VERSIONS_MAX = 2**18  # some 60 MB
+_STAMPS_MAX = 2**18  # some 60 MB
 _ANSWERS = 20  # tries to reach the same one of several servers, each with its own ETags, as before
 
 
@@ -57,7 +57,7 @@ class Source:
         self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
         self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
-        self._versions: dict[str, str] = {}  # stamps of objects that were read in part, or that the cache holds
+        self._stamps: dict[str, str] = {}  # of objects that the cache holds, as last seen in the store
         self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._is_retryable, self.count)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -68,64 +68,62 @@ class Source:
         return self._retrier.outage
 
     def get(
-        self,
-        key: str,
-        byte_range: ByteRange | None = None,
-        cached: bool = True,
-        probing: bool = False,
-        version: str | None = None,
+        self, key: str, byte_range: ByteRange | None = None, cached: bool = True, probing: bool = False
     ) -> bytes | None:
-        """Read an object or a range of it; None if it does not exist.
+        """Read an object or a range of it; None if it does not exist.  Arguments and errors as in `get_stamped`."""
+        found = self.get_stamped(key, byte_range, cached, probing)
+        return None if found is None else found[0]
 
-        A cache entry is used if its stamp (ETag) is that of the object in the store, requested once per object.
+    def get_stamped(
+        self, key: str, byte_range: ByteRange | None = None, cached: bool = True, probing: bool = False
+    ) -> tuple[bytes, str | None] | None:
+        """Read an object or a range of it.  Returns it with the object's stamp, if any; None if it does not exist.
+
+        A cache entry is used if its stamp (ETag) is the version of the range or, if it has none, that of the object in
+        the store, requested once per object.
 
         Args:
             cached: False for objects that may change while they are read.
             probing: forbidden (403) counts as absent, as S3 answers for absent keys without permission to list.
-            version: the stamp that the object must have; by default that of the last part read.
 
-        Raises FetchError if the object is damaged, ReplacedError if it has changed since another part was read,
+        Raises FetchError if the object is damaged, ReplacedError if it does not have the version of the range,
         OutageError and RefusedError.
         """
         cache, name = self._cache if cached else None, self._entry(key, byte_range)
-        version = version or self._versions.get(key)
+        version = byte_range.version if byte_range else None
         if cache is not None and (kept := cache.get(name)) is not None:
             stamp, _, data = kept.partition(b"\n")
-            if version is None and (now := self._retried(key, lambda: self._store.stamp(key))) is not None:
-                version = self._set_version(key, now)  # the entry is an earlier run's or another process's
-            if stamp.decode() == version:
+            if stamp.decode() == (version or self._stamp(key)):
                 self.count(cache_hits=1)
-                return data
+                return data, stamp.decode()
         for _ in range(_ANSWERS):
             answer = self._retried(key, lambda: self._store.read(key, byte_range), probing)
             if answer is None:
                 return None
             self.count(bytes_fetched=len(answer.data))
-            if byte_range is None or version in (None, answer.stamp):
+            if version in (None, answer.stamp):
                 break
         else:
             raise ReplacedError(
                 f"{key} was replaced between reads of its parts, or its server sends ETags or dates that do not depend "
                 "on the content"
             )
-        if answer.stamp is not None and (byte_range is not None or cache is not None):
-            self._set_version(key, answer.stamp)  # not needed for whole objects, which are always consistent
         if cache is not None:
             self.count(cache_misses=1)
-            if answer.lasting:
+            if answer.stamp is not None and answer.lasting:
+                self._keep_stamp(key, answer.stamp)
                 cache.put(name, f"{answer.stamp}\n".encode() + answer.data)
             else:
                 warn_once("%s sends no ETags: its objects are not cached in data.store.cache_dir", self.shown)
-        return answer.data
+        return answer.data, answer.stamp
 
     def submit(self, key: str, byte_range: ByteRange | None = None, probing: bool = False) -> Future[bytes | None]:
-        """Run `get` on one of `config.requests` threads; a range must have the object's current version."""
-        version = self._versions.get(key) if byte_range else None
-        return self.start(self.get, key, byte_range, not probing, probing, version)
+        """Run `get` on one of `config.requests` threads."""
+        return self.start(self.get, key, byte_range, not probing, probing)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
-        """Remove a damaged object or range from the cache, and forget the object's version."""
-        self._versions.pop(key, None)
+        """Remove a damaged object or range from the cache, and forget the object's stamp."""
+        self._stamps.pop(key, None)
         if self._cache is not None:
             self._cache.drop(self._entry(key, byte_range))
 
@@ -191,16 +189,19 @@ class Source:
         part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
         return f"{self.address.rstrip('/')}/{key}{part}"
 
-    def _set_version(self, key: str, stamp: str) -> str:
-        """Record an object's version unless it has one, and return it.
+    def _stamp(self, key: str) -> str | None:
+        """The stamp of an object as last seen in the store; it is requested if none is remembered."""
+        if (stamp := self._stamps.get(key)) is None:
+            stamp = self._retried(key, lambda: self._store.stamp(key))
+            if stamp is not None:
+                self._keep_stamp(key, stamp)
+        return stamp
 
-        The first version stays until `forget`, because ranges were computed from its index.
-        """
+    def _keep_stamp(self, key: str, stamp: str) -> None:
         with self._lock:
-            version = self._versions.setdefault(key, stamp)
-            if len(self._versions) > _VERSIONS_MAX:
-                del self._versions[next(iter(self._versions))]
-        return version
+            self._stamps[key] = stamp
+            if len(self._stamps) > _STAMPS_MAX:  # the oldest costs a request if it is needed again
+                del self._stamps[next(iter(self._stamps))]
 
     def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
