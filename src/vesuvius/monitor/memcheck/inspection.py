@@ -240,14 +240,7 @@ class RunInspector:
 
 
 class RunFiles:
-    """The files of the latest session, as they are now.
-
-    Attributes:
-        last: last memory sample.
-        since: time of the first memory record.
-        end_cause: why the session ended, as it recorded.
-        watchdog: what the run hangs in according to its watchdog, and since when.
-    """
+    """The files of the latest session, as they are now."""
 
     def __init__(self, directory: Path) -> None:
         self.session = read_session(directory / "session.json")
@@ -255,7 +248,7 @@ class RunFiles:
         self._metrics = [r for r in Tail(directory / "metrics.jsonl").new() if r["time"] >= begin]
         self._system = [r for r in Tail(directory / "system.jsonl", _SYSTEM_BYTES).new() if r["time"] >= begin]
         self._recent = [sample for sample in read_recent(directory / "recent.jsonl") if sample.time >= begin]
-        self.last = self._recent[-1] if self._recent else None
+        self.last = self._recent[-1] if self._recent else None  # memory sample
         steps = [r for r in self._metrics if r["kind"] == "step" and is_number(r.get("step"))]
         recent = [r for r in steps[-_RECENT_STEPS:] if is_number(r.get("step_s"))]
         work_s = [r["step_s"] - (r.get("pause_s") or 0.0) for r in recent]
@@ -263,7 +256,9 @@ class RunFiles:
         self._step = steps[-1] if steps else None
         end = self._metrics[-1] if self._metrics else None
         self._sign_time = end["time"] if end else None  # of any record: validation takes longer than a step
+        # Of the first memory record.
         self.since = min([r["time"] for r in self._system] + [sample.time for sample in self._recent], default=None)
+        # Why the session ended, as it recorded; what it hangs in according to its watchdog, and since when.
         self.end_cause = str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
         self.watchdog = _watchdog(self._metrics)
 
