@@ -55,6 +55,7 @@ def session_record(**fields: object) -> SessionRecord:
         cgroup_oom_kills=0,
         machine_oom_kills=0,
         pid_namespace=os.readlink("/proc/self/ns/pid"),
+        machine="this one",
     )
     return replace(record, **fields)  # type: ignore[arg-type]
 
@@ -347,7 +348,8 @@ def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) 
     assert elsewhere.step > 10
 
 
-def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path) -> None:
+def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vesuvius.monitor.session.machine_id", lambda: "this one")
     counts = read_counts_of(os.getpid())
     kept = memory_samples(time.time(), cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine)
     record = session_record()
@@ -360,6 +362,8 @@ def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path) -> None:
     restarted = examine_run(write_run(tmp_path / "restarted", replace(record, boot_id="0-0-0"), kept))
     assert restarted is not None
     assert restarted.cause == "restart"
+    namesake = write_run(tmp_path / "namesake", replace(record, boot_id="0-0-0", machine="another"), kept)
+    assert examine_run(namesake) is None, "another machine of the same name, where it may be alive"
     # As if one more kill had been counted since the last sample, at which the cgroup was the first limit.
     last = replace(kept[-1], cgroup_oom_kills=-1, killer="memory.max of cgroup /job")
     counted = examine_run(write_run(tmp_path / "counted", record, [last]))

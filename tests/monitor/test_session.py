@@ -15,8 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vesuvius.monitor import session
 from vesuvius.monitor.memory.limits import MemoryPolicy
-from vesuvius.monitor.session import SessionRecord, begin_session, end_session, is_alive, read_session
+from vesuvius.monitor.session import (
+    SessionRecord,
+    begin_session,
+    end_session,
+    is_alive,
+    machine_id,
+    pid_namespace,
+    read_session,
+)
 
 LIMITS = MemoryPolicy(ray_share=0.95, configured_bytes=3 * 2**30, exit_at=0.5)
 BEGIN = """
@@ -74,13 +83,43 @@ def test_a_killed_process_is_not_alive_even_before_it_is_reaped(tmp_path: Path) 
         assert is_alive(record) is False
 
 
-def test_a_reused_pid_a_reboot_and_another_machine_are_distinguished(tmp_path: Path) -> None:
+def test_a_reused_pid_a_reboot_and_another_machine_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = tmp_path / "machine-id"
+    identity.write_text(f"{'a1' * 16}\n")
+    monkeypatch.setattr(session, "_MACHINE_ID", identity)
+    monkeypatch.setattr(session, "_OUTSIDE_CONTAINERS", pid_namespace())
     record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
+    assert "a1a1" not in record.machine, "it is confidential"
     assert is_alive(record) is True
     assert is_alive(replace(record, started_s=record.started_s - 60)) is False
-    assert is_alive(replace(record, boot_id="another")) is False, "nothing survives a restart"
-    assert is_alive(replace(record, boot_id="another", host="elsewhere")) is None
+    before = replace(record, boot_id="another")
+    assert is_alive(before) is False, "nothing survives a restart"
+    assert is_alive(replace(before, host="elsewhere")) is None
+    assert is_alive(replace(before, machine="")) is None, "of an earlier version"
     assert is_alive(replace(record, boot_id="")) is None
+    identity.write_text(f"{'b2' * 16}\n")
+    assert is_alive(before) is None, "another machine of the same name"
+
+
+@pytest.mark.parametrize(
+    ("text", "namespace"), [("", None), ("uninitialized\n", None), ("a1" * 16, "pid:[4026532001]")]
+)
+def test_machines_without_an_id_and_containers_are_not_identified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, namespace: str | None
+) -> None:
+    """Images contain ids: two containers on two machines may have the same, and the same host name."""
+    identity = tmp_path / "machine-id"
+    monkeypatch.setattr(session, "_MACHINE_ID", identity)
+    monkeypatch.setattr(session, "_OUTSIDE_CONTAINERS", pid_namespace())
+    assert machine_id() == "", "no such file"
+    identity.write_text(text)
+    if namespace is not None:
+        monkeypatch.setattr(session, "pid_namespace", lambda: namespace)
+    record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
+    assert record.machine == machine_id() == ""
+    assert is_alive(replace(record, boot_id="another")) is None
 
 
 @pytest.mark.parametrize(("here", "expected"), [("pid:[77]", False), ("pid:[88]", None)])

@@ -234,9 +234,7 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     if here and here == session.boot_id:
         cause, evidence = _judge_counts(session, last, last, _counts_for(session))
     elif is_alive(session) is None:
-        evidence = [
-            "it ran on another machine, whose kernel cannot be queried from here; it recorded no end and is gone"
-        ]
+        evidence = ["it ran on another machine, or on this one before a restart; it recorded no end and is gone"]
     else:
         cause = "restart"
         evidence = [f"the machine was restarted: its boot id was {session.boot_id} and is now {here}"]

@@ -288,7 +288,8 @@ class RunFiles:
         if is_alive(session) is False:
             seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
             return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
-        return "elsewhere", f"on {session.host}, which is not visible from here; from its files"
+        where = "another machine or container, or this machine before a restart"
+        return "elsewhere", f"on {session.host}: {where}; from its files"
 
     def _hung(self, trainer: ProcessUse, now: float) -> str:
         """Return why a living run counts as hung; '' if it does not."""
