@@ -401,6 +401,7 @@ def test_a_long_run_fits_a_small_page(tmp_path: Path, count: int) -> None:
         ),
         (5, "8 steps", "Failed at step 2 of 10 (ended with exit code 5: 8 steps)."),
         (75, "SIGHUP", "Stopped early at step 2 of 10 (ended with exit code 75: SIGHUP)."),
+        (50, "a wrapper", "Failed at step 2 of 10 (ended with exit code 50: a wrapper)."),
         (None, "", "Killed at step 2 of 10."),
     ],
 )
@@ -420,6 +421,17 @@ def test_the_page_of_a_run_that_is_over_begins_with_the_cause(
     assert report.facts["time left"] == "none: the run is over, 8 steps early"
     for page in (shown(report).text, report.text):
         assert page.index(words[:20]) < page.index("Data-bound")
+
+
+def test_a_run_that_may_have_been_killed_elsewhere_is_not_called_running(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    session_file(run, "running")
+    assert reported(run).headline.startswith("Running: step 1 of 100000")
+    record = json.loads((run / "session.json").read_text())
+    (run / "session.json").write_text(json.dumps(record | {"boot_id": "another", "host": "far"}))
+    assert reported(run).headline.startswith("Running on far, or killed there: step 1 of 100000")
+    (run / "session.json").unlink()
+    assert reported(run).headline.startswith("State unknown: step 1 of 100000")
 
 
 @pytest.mark.parametrize(

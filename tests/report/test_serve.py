@@ -74,6 +74,21 @@ def test_a_query_gets_the_page_and_a_head_request_its_headers(tmp_path: Path) ->
             get(f"{url}favicon.ico")
 
 
+def test_a_page_that_cannot_be_built_is_an_error_500_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(write_run(tmp_path / "tiny", [run_start(), step(1)])) as url:
+        with monkeypatch.context() as broken:
+            broken.setattr("vesuvius.report.serve.read_run", lambda run: int("two\nlines"))
+            with pytest.raises(urllib.error.HTTPError, match="500") as raised:
+                get(url)
+        assert "ValueError: invalid literal for int()" in raised.value.read().decode()
+        assert "step 1 of 100000" in get(url), "the next request tries again"
+    (line,) = [record.getMessage() for record in caplog.records if "cannot build the page" in record.getMessage()]
+    assert line.startswith("cannot build the page: ValueError: invalid literal for int()")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_port_in_use_is_an_error_of_the_command_line(tmp_path: Path) -> None:
     page = LivePage([tmp_path], "")
     with open_server(page, 0) as server:

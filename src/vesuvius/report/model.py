@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vesuvius.config.describe import flatten
-from vesuvius.errors import EXIT_NONFINITE
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_OK, EXIT_STOPPED
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import (
@@ -39,7 +39,6 @@ _HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BES
 _LAST_STEPS = 100
 _MOST_EVENTS = 200
 _NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
-_STOPPED = ("ended with exit code 75", "ended with exit code 130")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
@@ -125,7 +124,7 @@ def build(records: RunRecords) -> RunReport:
 
 def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tuple[str, ...]]:
     """State, progress and bottleneck in words; their tone; and the commands to type next."""
-    state, steps, run = records.state, _steps(records.columns), RunDir(records.path)
+    state, code, steps, run = records.state, records.exit_code, _steps(records.columns), RunDir(records.path)
     resume = shlex.join(["vesuvius", "train", "--config", str(records.path / "config.resolved.yaml"), "--resume"])
     verdicts = records.of_kind("verdict")
     bottleneck = "No verdict yet: too few steps, or monitor.verdict_every=0"
@@ -134,18 +133,17 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     tune = (run.tune_command,) if verdicts and verdicts[-1].get("overrides") else ()
     if state == GONE:
         return f"The directory {records.path} no longer exists: the run was {GONE}", "bad", ()
-    if state.startswith("killed"):
+    if state == "killed":
         return f"Killed at step {steps}. Last verdict: {bottleneck}", "bad", (resume,)
-    if state.startswith(_STOPPED):
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return f"Stopped early at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
-    if state.startswith("ended") and not state.startswith("ended with exit code 0"):
-        # A resume after non-finite steps would only repeat them.
-        commands = () if state.startswith(f"ended with exit code {EXIT_NONFINITE}") else (resume,)
-        return f"Failed at step {steps} ({state}). Last verdict: {bottleneck}", "bad", commands
-    if state.startswith("ended"):
+    if code == EXIT_OK:
         return f"Finished at step {steps}. {bottleneck}", "good", tune
+    if code is not None:
+        commands = () if code == EXIT_NONFINITE else (resume,)  # a resume would only repeat non-finite steps
+        return f"Failed at step {steps} ({state}). Last verdict: {bottleneck}", "bad", commands
     left = _time_left(records.columns, state)
-    begin = "Running" if state.startswith("running") else "State unknown"
+    begin = "State unknown" if state == NOT_KNOWN else f"{state[0].upper()}{state[1:]}"
     return f"{begin}: step {steps}{'' if left == NOT_KNOWN else f', time left {left}'}. {bottleneck}", "", tune
 
 

@@ -58,6 +58,7 @@ class RunRecords:
     config_text: str
     environment: Mapping[str, Any]
     state: str  # `running`, `killed`, `ended with exit code 0: CAUSE`, `GONE`, ...
+    exit_code: int | None  # of the last session; None unless it has ended
 
     def of_kind(self, kind: str) -> list[Record]:
         """The records of a kind other than `step` and `system`."""
@@ -92,7 +93,7 @@ def read_run(path: Path) -> RunRecords:
         first[index : index + 1] = True
         if (keys := _changed_keys(start)) and index < len(first):
             since, changed = index, keys
-    config_text = read_text(path / "config.resolved.yaml") or ""
+    config_text, session = read_text(path / "config.resolved.yaml") or "", read_session(path / "session.json")
     return RunRecords(
         path,
         columns,
@@ -109,7 +110,8 @@ def read_run(path: Path) -> RunRecords:
         _config(config_text),
         config_text,
         parse_record(read_text(path / "env.json") or "") or {},
-        _state(read_session(path / "session.json"), sessions) if path.is_dir() else GONE,
+        _state(session, sessions) if path.is_dir() else GONE,
+        session.exit_code if session else None,
     )
 
 

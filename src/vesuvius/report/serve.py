@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -9,9 +10,12 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, one_line
 from vesuvius.report.model import build, page_of
 from vesuvius.report.records import GONE, read_run
+from vesuvius.runlog.redact import redact
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 _REFRESH_S = 10
@@ -47,7 +51,13 @@ def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                 if self.path.partition("?")[0] != "/":
                     self.send_error(404)
                     return
-                body = page.get()
+                try:
+                    body = page.get()
+                except Exception as error:  # a file of the run or a disk: one line here, the next request tries again
+                    cause = f"{type(error).__name__}: {redact(one_line(error))}"
+                    log.error("cannot build the page: %s", cause)
+                    self.send_error(500, "Cannot build the page", cause)
+                    return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/html; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
