@@ -6,7 +6,6 @@ counts the steps, traces some more, then ends the run.  The page is that of a ru
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import time
@@ -116,14 +115,10 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
             next, observe(loop, reporter, observed, steps, folder / "trace.json.gz" if trace else None), None
         )
 
-    before = os.environ.get("VESUVIUS_RUNS")
-    os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
+    asked = Request(profiled(config, folder.name, steps), source, False, make_tuner=make_tuner, directory=folder)
     try:
-        code = train(Request(profiled(config, folder.name, steps), source, False, make_tuner=make_tuner))
+        code = train(asked)
     finally:
-        os.environ.pop("VESUVIUS_RUNS")
-        if before is not None:
-            os.environ["VESUVIUS_RUNS"] = before
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if observed.verdict is None:
         error = VesuviusError(f"the run ended before all steps were profiled: exit code {code}; see {folder}/logs")

@@ -37,6 +37,7 @@ class Request:
     # makes from the loop and its reporter a function to call between two steps; None = `training.autotune`
     make_tuner: Callable[..., Any] | None = None
     facts: Path | None = None  # file in which runs on the same data share measured facts
+    directory: Path | None = None  # run directory; None = that of the config's name
 
 
 @dataclass(frozen=True)

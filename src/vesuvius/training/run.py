@@ -115,7 +115,7 @@ def _begin(
     Returns the config with `auto` replaced by numbers, and an exit code if the run is finished or was stopped early.
     """
     config, resume, chosen = request.config, request.resume, list[str]()
-    directory = run_dir(config)
+    directory = RunDir(request.directory) if request.directory else run_dir(config)
     # The only rank left of several also waits for the previous session's lock.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
     existed = directory.exists()
@@ -188,7 +188,9 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
         )
         return EXIT_OK
     known = None if facts is None else read_facts(facts, config.data)
-    checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
+    checked = preflight(
+        config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known, directory=directory
+    )
     checked = replace(checked, resident=plan_resident(config, checked.data))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # only an optimization

@@ -85,6 +85,7 @@ def preflight(
     caches: bool = True,
     ranks_here: int = 1,
     known: DataFacts | None = None,
+    directory: RunDir | None = None,
 ) -> Preflight:
     """Check config, torch, volumes, split, plan, intensities, memory and disk space; writes to the disk cache only.
 
@@ -94,6 +95,7 @@ def preflight(
         caches: use the configured disk cache and read the fixed patches; a dry run does neither.
         ranks_here: ranks on this machine, each with its readers.
         known: facts that another run measured; ignored if the data differ.
+        directory: run directory; None = that of the config's name.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do not
@@ -103,7 +105,7 @@ def preflight(
     """
     check_torch_version()
     check_trackers(config.monitor.trackers)
-    directory = run_dir(config)
+    directory = directory or run_dir(config)
     if not resume:
         refuse_existing(directory)
     network = build_meta_network(config)
