@@ -176,7 +176,7 @@ def test_the_exit_code_is_1_only_for_a_failure_or_a_wrong_config(
     code: int,
 ) -> None:
     findings = [(f"check {level}", Finding(level, "value", "" if level == "ok" else "remedy")) for level in levels]
-    monkeypatch.setattr(examination, "examination", lambda config: iter(findings))
+    monkeypatch.setattr(examination, "examine", lambda *_: iter(findings))
     assert command.main([]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(levels[0])

@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
             say(line("fail", "config", one_line(error, 400), "correct the config; only the machine was checked"))
     # The checks report what the package would log, such as an outage or a slow disk.
     logging.getLogger("vesuvius").setLevel(logging.CRITICAL)
-    from vesuvius.doctor.examination import examination
+    from vesuvius.doctor.examination import WITHIN_S, checks_of, examine
 
     count = dict.fromkeys(("ok", "warn", "fail"), 0)
-    for name, found in examination(config):
+    for name, found in examine(checks_of(config), WITHIN_S):
         count[found.level] += 1
         say(line(found.level, name, found.value, found.remedy))
     count["fail"] += failed

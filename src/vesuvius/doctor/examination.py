@@ -53,11 +53,6 @@ class Check:
     late: Level = "fail"  # level if it hangs
 
 
-def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
-    """Check this machine, and the needs of a config; yields the name and finding of each check."""
-    yield from examine(checks_of(config), WITHIN_S)
-
-
 def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Finding]]:
     """Run all checks at once, within `within_s` together, and yield their names and findings in order.
 
