@@ -16,6 +16,7 @@ import pytest
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.runlog import run_dir as environment
+from vesuvius.runlog.files import nearest_existing
 from vesuvius.runlog.run_dir import RunDir, run_dir
 
 
@@ -96,11 +97,13 @@ def test_an_unwritable_or_unlockable_place_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs").write_text("a file")
-    with (
-        pytest.raises(StorageError, match="Cannot write the run directory"),
-        RunDir(tmp_path / "runs" / "x").locked(new=True),
-    ):
-        pass
+    (tmp_path / "y/.lock").mkdir(parents=True)  # as root, a folder instead of a file without permission
+    long = "z" * 300  # that a path exists cannot be asked, as below a folder without permission
+    assert nearest_existing(tmp_path / long / "x") == tmp_path
+    for name, new in (("runs/x", True), ("y", True), ("y", False), (long, True)):
+        expected = pytest.raises(StorageError, match="Cannot write the run directory")
+        with expected, RunDir(tmp_path / name).locked(new):
+            pass
 
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

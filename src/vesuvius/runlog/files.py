@@ -224,7 +224,7 @@ def directory_bytes(path: Path) -> int:
 def nearest_existing(path: Path) -> Path:
     """Return the path or its nearest existing parent."""
     path = path.absolute()
-    return next(each for each in (path, *path.parents) if each.exists())
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class RunDir:
             with self.metrics.open("rb") as records:
                 return any(re.search(rb'"kind": ?"step"', line) for line in records)
         except OSError:  # missing, a file, or unreadable
-            return self.path.exists()
+            return os.path.exists(self.path)
 
     def clear(self) -> None:
         """Remove files of a failed start, whose records would be taken for the new run's."""
@@ -164,13 +164,14 @@ class RunDir:
 
         Raises:
             ConfigError: it exists although `new` is set, or another process uses it.
-            StorageError: it cannot be created, or its file system does not support locks.
+            StorageError: it cannot be created or written, or its file system does not support locks.
         """
         if new:
             refuse_existing(self)
-        with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
+        with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / _LOCK).open("a") as lock:
+            lock = (self.path / _LOCK).open("ab", buffering=0)
+        with lock:
             free, deadline = take_lock(lock.fileno(), self.path / _LOCK), time.monotonic() + wait_s
             if not free and wait_s:
                 log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.lock_owner(), wait_s)
@@ -179,14 +180,19 @@ class RunDir:
                     raise ConfigError(f"{self.path} is in use by {self.lock_owner()}; wait for it or stop it")
                 time.sleep(_POLL_S)
                 free = take_lock(lock.fileno(), self.path / _LOCK)
-            if new:
-                refuse_existing(self)  # another process may have begun and ended a run meanwhile
-                self.clear()
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')} {uuid.uuid4().hex}")
-            lock.flush()
-            os.fsync(lock.fileno())
+            with self.writing():
+                if new:
+                    refuse_existing(self)  # another process may have begun and ended a run meanwhile
+                    self.clear()
+                owner = f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')} {uuid.uuid4().hex}"
+                lock.truncate(0)
+                lock.write(owner.encode())
+                os.fsync(lock.fileno())
             yield
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Raise an OSError of the context as a StorageError."""
+        return storage_errors(f"the run directory {self.path}", "free some space or choose another folder")
 
     def lock_owner(self) -> str:
         """Return the text in the lock file, which identifies its latest owner; '' if there is none."""
@@ -217,7 +223,7 @@ class RunDir:
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
         """Write the config, environment and split of this session.  Raises StorageError."""
-        with storage_errors(f"the run directory {self.path}", "free some space or choose another folder"):
+        with self.writing():
             self.make_folders()
             write_atomically(self.path / "config.source.yaml", read_source(source))  # possibly this very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")

@@ -18,7 +18,7 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line, storage_errors
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
@@ -224,7 +224,7 @@ def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
 
 def _open_log(directory: RunDir) -> None:
     """Create the folders of a rank's directory and open its log.  Raises StorageError."""
-    with storage_errors(f"the run directory {directory.path}", "free some space or choose another folder"):
+    with directory.writing():
         directory.make_folders()
         open_log(directory.log)
 
