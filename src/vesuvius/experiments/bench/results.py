@@ -67,12 +67,12 @@ class Result:
     rates: Mapping[int, float]  # samples/s of each round
     samples_s: float | None  # their median
     # over the baseline, from the rounds that have both; None of the baseline
-    speed: Comparison | None = None
-    start_s: float | None = None  # seconds before the steady state, beyond the steps' usual time
+    speed: Comparison | None
+    start_s: float | None  # seconds before the steady state, beyond the steps' usual time
     # ranks, efficiency: of a bench of ranks; the efficiency is the speed per rank over that of the baseline
-    ranks: int | None = None
-    efficiency: float | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)  # medians over the rounds, by name
+    ranks: int | None
+    efficiency: float | None
+    figures: Mapping[str, float]  # medians over the rounds, by name
 
 
 def parse_axis(text: str) -> Axis:

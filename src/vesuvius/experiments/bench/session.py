@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -47,9 +47,9 @@ class BenchRequest:
     rounds: int  # how often each cell is measured
     seconds: float  # of the steady state, per measurement
     limit_s: float  # the longest that a measurement may take
-    command: str = "vesuvius bench"  # as typed
+    command: str  # as typed
     # variables that set keys, which a cell's trainer must not find in its own environment
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str]
 
 
 def bench(request: BenchRequest) -> tuple[int, RunReport]:

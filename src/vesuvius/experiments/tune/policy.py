@@ -9,7 +9,7 @@ a `Cell` and is sent its `Block`: the same blocks give the same decisions.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
@@ -39,11 +39,11 @@ class Recommendation:
     best: Setting  # the recommended setting, which never ran out of memory
     written: Setting  # to the tuned config: `best` if it was compared with the source in two pairs, else the source
     reason: str  # why the tune ended
-    reasons: dict[Knob, str] = field(default_factory=dict)  # reason for each knob that differs from the source
+    reasons: dict[Knob, str]  # reason for each knob that differs from the source
     # of `best` over `base`, from pairs of full runs; None without pairs
-    gain: Comparison | None = None
-    predicted: float | None = None  # the same, predicted from readers and steps alone
-    complete: bool = True  # whether neither the budget nor a signal ended it early
+    gain: Comparison | None
+    predicted: float | None  # the same, predicted from readers and steps alone
+    complete: bool  # whether neither the budget nor a signal ended it early
 
 
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
@@ -71,7 +71,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         reason = "nothing more to try"
     best = base if certainty == "unchanged" else best
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
-        return Recommendation("none", base, base, reason, complete=False)
+        return Recommendation("none", base, base, reason, {}, None, None, complete=False)
     written = best if gain and gain.pairs >= SHOWN else base
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)}
     return Recommendation(certainty, best, written, reason, reasons, gain, predicted, complete=not cut_short)

@@ -140,10 +140,10 @@ class TuneRequest:
     config: Config
     written: Config  # `source` alone
     source: Path  # the YAML file
-    overrides: tuple[str, ...] = ()  # from the command line
-    command: str = "vesuvius tune"  # as typed
-    keep: tuple[Knob, ...] = ()  # knobs to leave unchanged
-    budget_s: float = 1800.0  # for all measurements together
+    overrides: tuple[str, ...]  # from the command line
+    command: str  # as typed
+    keep: tuple[Knob, ...]  # knobs to leave unchanged
+    budget_s: float  # for all measurements together
 
 
 def tune(request: TuneRequest) -> int:
