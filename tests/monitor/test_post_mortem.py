@@ -297,7 +297,6 @@ def test_a_death_is_dated_by_the_last_sign_of_life(tmp_path: Path) -> None:
 DYING = """
 import os, sys, time
 from pathlib import Path
-from vesuvius.runlog.records import from_dict
 from vesuvius.monitor.post_mortem import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import MemoryPolicy

@@ -35,7 +35,6 @@ from vesuvius.config.load import read_config
 from vesuvius.experiments.paired import compare
 from vesuvius.experiments.tune.measurement import Setting, in_words
 from vesuvius.experiments.tune.session import TrialRunner
-from vesuvius.runlog.records import from_dict
 
 WORKERS = (1, 2, 4, 8)
 PREFETCH = (1, 2, 4)
@@ -180,7 +179,7 @@ def _compare(config: Config, repeats: int) -> None:
     """The tuned setting against the grid's best, in turns: a figure of the grid alone is one draw of many."""
     grid = json.loads(_GRID.read_text(encoding="utf-8"))
     tunes = json.loads(_TUNES.read_text(encoding="utf-8"))
-    best = from_dict(Setting, max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
+    best = Setting(**max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
     usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
     tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
     rates: dict[Setting, list[float]] = {tuned: [], best: []}
