@@ -78,9 +78,9 @@ class Trainer:
             self._process.stdin.flush()
 
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
-        """Pass each new record to `take` until it returns true; then close the trainer; return how and why it ended.
+        """Pass each new record to `take` until it returns true; return how and why that ended.
 
-        Raises StoppedError: `stopping` returned true; it is closed.
+        Unless it is `ok`, the trainer is closed.  Raises StoppedError: `stopping` returned true; it is closed.
         """
         began = time.monotonic()
         try:

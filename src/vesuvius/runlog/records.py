@@ -21,6 +21,7 @@ from vesuvius.runlog.files import AppendFile
 
 Record = dict[str, Any]
 T = TypeVar("T")
+_hints = cache(get_type_hints)
 
 
 class JsonLines:
@@ -123,11 +124,6 @@ def read_dataclasses(kind: type[T], path: Path) -> list[T]:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             found.append(from_dict(kind, record))
     return found
-
-
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _typed(hint: Any, value: Any) -> Any:
