@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.loader.device import DeviceFeed, apply_symmetries
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import HostClock, make_clock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
@@ -151,3 +152,21 @@ def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.de
             got.append(feed.next(clock)[0].image)
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_copy_to_pinned_memory_counts_as_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3)
+        return tensor.pin_memory()
+
+    monkeypatch.setattr("vesuvius.loader.device._pinned", slow)
+    device = torch.device("cuda")
+    feed, _, _ = textured_feed(tmp_path, device)
+    with feed.open():
+        clock = make_clock(device)
+        feed.next(clock)
+        clock.step_done()
+        (times,) = clock.finished(wait=True)
+    assert times.h2d_s > 0.29, "the device idles meanwhile"

@@ -91,8 +91,8 @@ class DeviceFeed:
             with clock.copying():
                 return list(tensors)
         main = torch.cuda.current_stream(self.device)
-        pinned = [tensor if tensor.is_pinned() else _pinned(tensor) for tensor in tensors]
         with torch.cuda.stream(self._copies), clock.copying():
+            pinned = (tensor if tensor.is_pinned() else _pinned(tensor) for tensor in tensors)
             copies = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
         main.wait_stream(self._copies)
         for copy in copies:
