@@ -30,7 +30,7 @@ from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
-from vesuvius.training.checkpoint.trained import read_facts, read_initial_weights, write_facts
+from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.micro_batch import device_memory_bytes, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.run_plan import gpu_memory_error, plan_resident
@@ -252,7 +252,9 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
                 progress = restore(checked.resumed, train_step, device)
                 progress.quarantined = without_cleared(progress.quarantined, run_dir(config).quarantine)
             elif checked.initial:
-                train_step.set_weights(read_initial_weights(checked.initial)[0])
+                weights, _ = checked.initial
+                train_step.set_weights(weights)
+                weights.clear()
             progress.align_to_ranks(ranks.world, config.global_batch)
             watchdog = Watchdog(
                 60 * (config.monitor.stall_minutes or 0.0),

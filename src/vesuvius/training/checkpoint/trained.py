@@ -225,7 +225,8 @@ def read_initial_weights(given: Path) -> tuple[dict[str, Tensor], Path]:
         if (given.parent / MANIFEST).is_file():
             check_files(given.parent, given.name)
         source, weights = given, load_weights_file(given)
-    return {name: weight.float() for name, weight in weights.items()}, source
+    # Copies: the file is memory-mapped, and its run may delete it.
+    return {name: weight.to(torch.float32, copy=True) for name, weight in weights.items()}, source
 
 
 def _file_of(weights: str) -> str:

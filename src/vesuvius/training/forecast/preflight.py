@@ -8,6 +8,8 @@ import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.errors import ConfigError, StorageError
@@ -52,7 +54,8 @@ class Preflight:
     data: PreparedData
     facts: DataFacts  # measured facts about the data; of a resumed run, those it began with
     resumed: ResumePoint | None  # None = start at step 0
-    initial: Path | None  # checked weights of `training.init_from`, to start from at step 0
+    # weights of `training.init_from` at step 0, emptied once loaded, and their file, which its run may delete
+    initial: tuple[dict[str, Tensor], Path] | None
     fixed: FixedPatches | None  # for validation and previews; None = neither is configured
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
@@ -64,8 +67,9 @@ class Preflight:
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
+    initial = ({}, checked.initial[1]) if checked.initial else None
     data = replace(checked.data, volumes=(), conditions=())
-    return replace(checked, data=data, resumed=resumed, fixed=None)
+    return replace(checked, data=data, resumed=resumed, initial=initial, fixed=None)
 
 
 def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
@@ -73,8 +77,11 @@ def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
         resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
+    initial = checked.initial
+    if initial is not None and not initial[0]:
+        initial = read_initial_weights(initial[1])
     data = replace(checked.data, job=replace(checked.data.job, rank=rank, world=world))
-    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed)
+    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed, initial=initial)
 
 
 def preflight(
@@ -130,8 +137,8 @@ def preflight(
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
     initial = None
     if config.training.init_from is not None and not resumed:
-        weights, initial = read_initial_weights(Path(config.training.init_from))
-        check_initial_weights(network, weights)
+        initial = read_initial_weights(Path(config.training.init_from))
+        check_initial_weights(network, initial[0])
     size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
     free = _check_disk(directory.path, size)
     return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)

@@ -59,7 +59,7 @@ def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) ->
     elif lost:
         lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
     if checked.initial is not None:
-        lines.append((info, f"starting from the weights of {checked.initial}"))
+        lines.append((info, f"starting from the weights of {checked.initial[1]}"))
     lines += [(warning, doubt) for doubt in config_warnings(config, data, world, usable_cores(os.getpid()))]
     lines += [(info, line) for line in _data_lines(config, checked, world)]
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
