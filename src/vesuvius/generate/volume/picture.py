@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
@@ -35,7 +34,6 @@ from vesuvius.training.validation.pictures import (
 from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.record import partial_path
 from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
-from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
@@ -133,44 +131,23 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         f"{format_sizes(shape_of(box))} voxels after {info.step} steps of training; middle slices across z (top) and "
         "y (bottom)"
     )
-    size_um = info.data.volumes[0].voxel_size_um
-    drawn = side_by_side(title, values[0], labels, values[1], data.patch_size, grey, size_um)
+    columns = {
+        "real (held out)": values[0],
+        "labels": labels * (2 / max(1, labels.max())) - 1,
+        "generated from the labels": values[1],
+    }
+    scale = Scale.of(info.data.volumes[0].voxel_size_um, _SCALE)
+    width = round(labels.shape[2] * scale.pixels_zyx[2])
+    cells = [MontageCell(name, orthogonal_slices(voxels, scale)[:, :width]) for name, voxels in columns.items()]
+    textures = {
+        name: measure_texture(_patches_of(columns[name], data.patch_size)) for name in columns if name != "labels"
+    }
+    drawn = with_charts(draw_grid(cells, title, scale, len(cells)), textures, grey, _CHARTS_PX)
     with storage_errors(f"the picture {picture}", f"free some space; {out} is complete"):
         drawn.save(picture)
 
 
-def side_by_side(
-    title: str,
-    real: Float32,
-    labels: NDArray[np.integer],
-    generated: Float32,
-    patch_zyx: Triple,
-    grey: IntensityRange,
-    voxel_size_um: FloatTriple | None,
-) -> Image.Image:
-    """Middle slices across z and y of three volumes of one shape; below, histogram and spectrum of two.  Pure.
-
-    Args:
-        real, generated: model values.
-        patch_zyx: the spectra are means over patches of this size.
-        grey: grey values of the model values -1 and +1.
-    """
-    columns = {
-        "real (held out)": real,
-        "labels": labels * (2 / max(1, labels.max())) - 1,
-        "generated from the labels": generated,
-    }
-    scale = Scale.of(voxel_size_um, _SCALE)
-    width = round(real.shape[2] * scale.pixels_zyx[2])
-    cells = [MontageCell(name, orthogonal_slices(voxels, scale)[:, :width]) for name, voxels in columns.items()]
-    textures = {
-        name: measure_texture(patches_of(voxels, patch_zyx)) for name, voxels in columns.items() if name != "labels"
-    }
-    montage = draw_grid(cells, title, scale, len(cells))
-    return with_charts(montage, textures, grey, _CHARTS_PX)
-
-
-def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
+def _patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
     """The patches of a volume that lie next to each other, partial ones left out."""
     grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
     return [voxels[slices(box_at(times(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
