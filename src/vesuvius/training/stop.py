@@ -10,10 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import wait
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
 from vesuvius.runlog.logfile import silence_lost_terminal
@@ -28,18 +28,6 @@ _POLL_S = 0.1
 
 class StoppedError(Exception):
     """A stop was requested, and the work in progress is dropped."""
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Signals that end a long command: SIGTERM, Ctrl-C, and SIGHUP unless ignored (`nohup`)."""
-    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
-
-
-def restore_handlers(before: Mapping[signal.Signals, Any], hung_up: bool) -> None:
-    """Restore signal handlers; after a hang-up SIGHUP stays ignored, as it is sent several times."""
-    for number, handler in before.items():
-        signal.signal(number, signal.SIG_IGN if hung_up and number == signal.SIGHUP else handler)
 
 
 class StopRequest:
@@ -59,7 +47,9 @@ class StopRequest:
         self.reason: str | None = None
         self._signalled = self._hung_up = False
         self._since_s: float | None = None
-        self._before = {number: signal.getsignal(number) for number in stop_signals()}
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:  # `nohup`
+            del self._before[signal.SIGHUP]
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # not in a Ray Train worker
@@ -69,7 +59,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            restore_handlers(self._before, hung_up=self._hung_up)
+            for number, handler in self._before.items():
+                ignored = self._hung_up and number == signal.SIGHUP  # it is sent several times
+                signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def time_left_s(self) -> float | None:
         """Seconds until the time limit; None without one."""
