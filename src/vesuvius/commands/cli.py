@@ -180,7 +180,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of a command: `--help` lists the `common` options (or all), `--help-all` all; both end with examples."""
 
     def __init__(self, *, examples: Sequence[str], common: Sequence[str] | None = None, **options: Any) -> None:
-        super().__init__(**options, formatter_class=_Formatter)
+        formatter = functools.partial(argparse.HelpFormatter, max_help_position=26)
+        super().__init__(**options, formatter_class=formatter)
         self._examples, self._common = examples, common
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
 
@@ -211,11 +212,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and one line: the usage of many options would hide it."""
         self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
-
-
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
 
 
 class _HelpAll(argparse.Action):
