@@ -172,7 +172,6 @@ class ProgressReporter:
             raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Report progress."""
         self._progress = f"after {done} of {total} {what}"
         self.on_progress(what, done, total)
 

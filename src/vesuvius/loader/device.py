@@ -64,13 +64,11 @@ class DeviceFeed:
 
     @property
     def stream(self) -> PatchStream:
-        """The open stream."""
         assert self._stream is not None, "open the feed first"
         return self._stream
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of a batch."""
         return self.options.batch_size * self.job.patch_bytes
 
     def next(self, clock: StepClock) -> tuple[PatchBatch, Batch]:

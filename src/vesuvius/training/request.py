@@ -57,10 +57,8 @@ class RunContext:
 
     @property
     def config(self) -> Config:
-        """The experiment."""
         return self.request.config
 
     @property
     def directory(self) -> RunDir:
-        """Run directory."""
         return self.checked.directory

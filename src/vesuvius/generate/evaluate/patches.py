@@ -67,7 +67,6 @@ class PatchSet:
         return np.unique(found, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
     def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> PatchSet:
-        """Return a subset."""
         locations = None if self.locations is None else self.locations[rows]
         return PatchSet(self.values[rows], locations, self.side[rows] if len(self.side) else self.side)
 

@@ -80,7 +80,6 @@ class VolumeJob:
         return make_passes(self.levels, self.method, self.rounds)
 
     def batch(self, index: int) -> range:
-        """Return the tiles of a batch."""
         return range(self.tiling.tiles)[index * self.batch_size :][: self.batch_size]
 
     def num_batches(self, active: Blocks) -> int:

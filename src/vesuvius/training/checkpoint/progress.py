@@ -109,7 +109,6 @@ class Progress:
         return self.trained_s + self.session_s
 
     def mark_reported(self, step: int) -> None:
-        """Record that a step was reported."""
         self._reported.append((step, time.monotonic()))
 
     def time_left(self, config: Config, limit_s: float | None = None) -> float | None:

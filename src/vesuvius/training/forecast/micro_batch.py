@@ -29,7 +29,6 @@ class MicroBatchFit:
 
     @property
     def line(self) -> str:
-        """Log line."""
         training, room = self.config.training, format_size(self.available_bytes)
         sizes = f"{training.train_batch_size} x {training.accumulate_steps}"
         none = "" if self.fits else ", too little for even one patch"

@@ -95,7 +95,6 @@ class RunPlan:
 
     @property
     def ram_bytes(self) -> int:
-        """Sum of all items."""
         return sum(item.size_bytes for item in self.items)
 
     def owner_bytes(self, owner: str) -> int:

@@ -69,7 +69,6 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     def send(self, value: object, rank: int | None = None) -> None:

@@ -154,7 +154,6 @@ class GradientSync:
 
     @property
     def parallel(self) -> bool:
-        """Whether there are other ranks."""
         return self._parallel is not None
 
     def gather(self, losses: Sequence[Tensor]) -> Tensor:
