@@ -51,10 +51,8 @@ class GuardActions:
         `longest_step_s`: of recent steps, without pauses.
         """
         order, self._options = monitor.order, feed.stream.options
-        self._kept, self._readers_again = (
-            self._kept or feed.stream.has_resident,
-            feed.stream.num_readers_without_resident,
-        )
+        self._kept = self._kept or feed.stream.has_resident
+        self._readers_again = feed.stream.num_readers_without_resident
         saves = order is not None and order.rung == "save"
         if order is not None and saves:
             log.warning("memory guard: saving a checkpoint; training continues: %s", order.reason)
