@@ -1,4 +1,4 @@
-"""`vesuvius tune --config FILE [key.path=value ...]`, also `python -m vesuvius.tune`."""
+"""`vesuvius tune --config FILE [key.path=value ...]`: find the fastest settings of this machine."""
 
 from __future__ import annotations
 
