@@ -67,7 +67,7 @@ class Preflight:
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
-    initial = ({}, checked.initial[1]) if checked.initial else None
+    initial = (dict[str, Tensor](), checked.initial[1]) if checked.initial else None
     data = replace(checked.data, volumes=(), conditions=())
     return replace(checked, data=data, resumed=resumed, initial=initial, fixed=None)
 
