@@ -43,9 +43,6 @@ _NOTE = "Times of all counted steps; they add up to the step times.  Waits hidde
 MOST_WARM_STEPS = 40
 _WARM_S = 10.0  # after which a trainer is slower than its readers
 _TRACED_STEPS = 2
-MAX_UNCOUNTED_STEPS = MOST_WARM_STEPS + _TRACED_STEPS
-"""Maximum number of steps that are not counted."""
-
 _OPERATORS = 25
 
 
@@ -133,7 +130,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
 def profiled(config: Config, name: str, steps: int) -> Config:
     """The config of the profiled run: that of the training without validation and autotune.  Pure."""
     training: dict[str, Any] = {"validate_every": 0}
-    least = 2 * (steps + MAX_UNCOUNTED_STEPS)  # readers go on beyond the steps that count, as in a long run
+    least = 2 * (MOST_WARM_STEPS + steps + _TRACED_STEPS)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:
         training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
     return trial_config(config, name, training, {"verdict_every": NEVER})

@@ -188,8 +188,7 @@ def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
 
 def plan(request: TuneRequest) -> list[str]:
     """Return the lines of `--dry-run`.  Writes nothing.  Raises as `tune`, and if the config does not fit."""
-    space, planner = _open(request)
-    return plan_lines(space, planner, machine_words())
+    return plan_lines(*_open(request), machine_words())
 
 
 def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import GIB
 
-RAY_NAME = "Ray's memory monitor"
 CONFIGURED_NAME = "monitor.ram_limit_gib"
 _RAY_SHARE = 0.95  # Ray's own default, RAY_memory_usage_threshold
 _BELOW_KILL = 0.03  # exit_at stays this far below the kill, as a share
@@ -99,7 +98,7 @@ def limits_of(sample: SystemSample, policy: MemoryPolicy) -> tuple[MemoryLimit, 
             limits.append(MemoryLimit(name, level.used_bytes, level.limit_bytes, level.limit_bytes + swap))
     if policy.ray_share is not None:
         used, total = ray_memory(sample)
-        limits.append(MemoryLimit(RAY_NAME, used, total, int(total * policy.ray_share)))
+        limits.append(MemoryLimit("Ray's memory monitor", used, total, int(total * policy.ray_share)))
     if (configured := policy.configured_bytes) is not None:
         limits.append(MemoryLimit(CONFIGURED_NAME, sample.used_bytes, configured, configured))
     own_bytes = run_bytes(sample, policy)
