@@ -53,8 +53,8 @@ def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                     return
                 try:
                     body = page.get()
-                except Exception as error:  # a file of the run or a disk: one line here, the next request tries again
-                    cause = f"{type(error).__name__}: {redact(one_line(error))}"
+                except Exception as error:  # of a file of the run, or of its disk
+                    cause = f"{type(error).__name__}: {redact(one_line(error))}; the next request tries again"
                     log.error("cannot build the page: %s", cause)
                     self.send_error(500, "Cannot build the page", cause)
                     return
