@@ -258,7 +258,12 @@ def test_prefetch_limits_reading_ahead(job: ReaderJob) -> None:
     assert batches_ahead(free) == 200
     with open_stream(job, stop=400) as stream:
         next(stream)
+        assert stream._feeder is not None
+        ready, until = stream._feeder._ready, time.monotonic() + 30
+        while ready.qsize() < batches_ahead(stream.options) and time.monotonic() < until:
+            time.sleep(0.01)
         time.sleep(0.5)
+        assert ready.qsize() == batches_ahead(stream.options) == 2
         read_by_default = stream.reader_totals.bytes_read
     with PatchStream(job, replace(free, workers=0), stop=400) as stream:
         next(stream)
