@@ -423,8 +423,8 @@ def test_a_state_of_another_plan_is_refused_and_changes_nothing(volume: Path) ->
     with load(volume, seed=1) as other:
         state = other.state_dict()
     with load(volume, length=2) as loader:
-        for wrong in (state, {}, {"sample_index": 4}):
-            with pytest.raises(ConfigError, match="state"):
+        for wrong in (state, {}, {"sample_index": 4}, loader.state_dict() | {"quarantined": [{}]}):
+            with pytest.raises(ConfigError, match=r"state|not a quarantine record"):
                 loader.load_state_dict(wrong)
         assert indices(loader) == list(range(8))
 

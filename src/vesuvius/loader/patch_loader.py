@@ -159,7 +159,10 @@ class PatchLoader(Iterable[PatchBatch]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain data, for a checkpoint between two batches.  Identical on all ranks."""
+        """Return the position as plain data, for a checkpoint between two batches.
+
+        Identical on all ranks, except for the damaged chunks that each has met.
+        """
         state = self._state if self._stream is None else self._stream.state_dict()
         return state | {"in_epoch": self._wrap_epoch(self._in_epoch)}
 

@@ -32,6 +32,7 @@ from vesuvius.stream.options import (
     store_prefetch_bytes,
 )
 from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
+from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker
@@ -347,6 +348,8 @@ def check_state(state: Any, job: ReaderJob) -> None:
             f"The state belongs to plan {state['plan_hash']}, but the stream has plan {job.plan.hash}; use the same "
             "seed, data section and volumes"
         )
+    for record in state["quarantined"]:
+        parse_damaged_box(record, len(job.data.volumes))
     _check_range(state["sample_index"], None, job.world)
 
 
