@@ -79,6 +79,8 @@ class Volume:
         self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk)
         self._voxels_read = self._nonfinite = 0
         self._decode = ChunkDecoder(self.array)
+        # Within a chunk, the selected index of each axis other than z, y, x.
+        self._others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
         self._staging = Staging(self.grid) if self.source.remote else None
 
     @property
@@ -264,7 +266,7 @@ class Volume:
                     self.missing.check_absent(chunk, box)
                     return None
                 self.missing.mark_present(chunk)
-                return self._to_zyx(voxels)
+                return self.axes.slab(voxels, self._others)
             except (DataError, ClosedError):
                 raise
             except CancelledError:
@@ -283,11 +285,6 @@ class Volume:
                 self.grid.forget(self.grid.box_of(chunk))
                 load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
         raise AssertionError("the last attempt returns or raises")
-
-    def _to_zyx(self, voxels: NDArray[Any]) -> NDArray[Any]:
-        """A chunk's voxels along z, y, x, at the selected index of each other axis."""
-        others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
-        return self.axes.slab(voxels, others)
 
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
         """Replace NaN and infinity in place, and count them."""
