@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import textured, wait_until_gone, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support import fork_server
-from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.config import ClusterConfig, DataConfig, NormalizeConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream import events, sources
 from vesuvius.stream import stream as stream_module
@@ -215,9 +215,11 @@ def test_an_invalid_sample_range_is_refused(volume: Path, first: int, stop: int 
 def test_an_invalid_python_config_raises_a_one_line_config_error() -> None:
     with pytest.raises(ConfigError) as raised:
         DataConfig(volumes=(VolumeConfig(path="v.zarr"),), patch_size=(1, 2, 0), level=3)  # type: ignore[call-arg]
-    assert str(raised.value).startswith("DataConfig is not valid: patch_size: ")
+    assert str(raised.value).startswith("DataConfig is not valid: patch_size: sizes [1, 2, 0] (z, y, x) must all be")
     assert "level: Extra inputs are not permitted" in str(raised.value)
     assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"^NormalizeConfig is not valid: low 5.0 is not below high 1.0; swap or "):
+        NormalizeConfig(low=5.0, high=1.0)
 
 
 # ---- blocks

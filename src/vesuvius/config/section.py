@@ -47,6 +47,7 @@ class Section(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            found = (text.replace("Value error, ", "").removeprefix(": ") for text in found)
             raise ConfigError(f"{type(self).__name__} is not valid: {'; '.join(found)}") from None
 
     # As pydantic marks its own: nested sections bypass it, which keeps the path to a wrong value.

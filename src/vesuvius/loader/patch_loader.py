@@ -169,8 +169,8 @@ class PatchLoader(Iterable[PatchBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly at the position of another loader over the same plan, with any workers and device.
 
-        The samples continue also with another batch size, length or number of ranks; if the epoch would be over by
-        then, the next one begins.
+        The samples continue also with another batch size, length or number of ranks, if it divides the number of
+        samples so far; if the epoch would be over by then, the next one begins.
 
         Raises ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
         """

@@ -80,7 +80,11 @@ class PatchStream(Iterator[Batch]):
         interrupted: Callable[[], bool] = lambda: False,
         resident: Resident | None = None,
     ) -> None:
-        _check_range(first, stop, job.world)
+        if first < 0 or first % job.world or (stop is not None and stop < first):
+            raise ConfigError(
+                f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the number of "
+                f"ranks ({job.world}), and stop to at least first"
+            )
         self._job = job
         self._resident = resident
         # Without readers no other process could read instead.
@@ -350,15 +354,10 @@ def check_state(state: Any, job: ReaderJob) -> None:
         )
     for record in state["quarantined"]:
         parse_damaged_box(record, len(job.data.volumes))
-    _check_range(state["sample_index"], None, job.world)
-
-
-def _check_range(first: int, stop: int | None, world: int) -> None:
-    """Raise ConfigError if a stream cannot deliver samples `first` to `stop`."""
-    if first < 0 or first % world or (stop is not None and stop < first):
+    if state["sample_index"] < 0 or state["sample_index"] % job.world:
         raise ConfigError(
-            f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the number of "
-            f"ranks ({world}), and stop to at least first"
+            f"The state is at sample {state['sample_index']}, not at a multiple of the number of ranks ({job.world}); "
+            "continue with a number of ranks that divides it"
         )
 
 
