@@ -6,7 +6,6 @@ Figures are unrounded, names carry units, and unknown figures and NaN are null.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,13 +93,7 @@ def is_repeated(record: Record, start: Record) -> bool:
 
 def replace_nonfinite(value: Any) -> Any:
     """Replace NaN and infinity, which JSON lacks, by None; tuples become lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: replace_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_nonfinite(item) for item in value]
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def from_dict(kind: type[T], data: Mapping[str, Any]) -> T:
