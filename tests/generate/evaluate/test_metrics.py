@@ -170,7 +170,7 @@ def test_summary_and_table_agree_on_every_metric() -> None:
     metrics = [
         Metric("a", "one", {}, 0.3, 0.1, 0.01),
         Metric("b", "two", {}, -0.3, None, 0.01),
-        Metric("c", "three", {}, 0.1, 0.1, 0.5),
+        Metric("c", "three", {}, 0.1, 0.1, 0.5, "too few"),
         Metric("d", "four", {}, math.nan, math.nan, math.nan),
         Metric("copies", "five", {}, 0.3, None, 0.5),
     ]
@@ -178,7 +178,7 @@ def test_summary_and_table_agree_on_every_metric() -> None:
     assert said.startswith("Generated patches fail 2 of 5 metrics: one, two (unknown: four).")
     assert said.endswith("No sign of memorized training voxels in the searched part.")
     assert [row[1] for row in metric_table(metrics).rows] == [
-        "✗ beyond the floor", "✗ unlike held out", "✓ at the floor", "? unknown", "✓ as held out"
+        "✗ beyond the floor", "✗ unlike held out", "✓ at the floor; too few", "? unknown", "✓ as held out"
     ]  # fmt: skip
 
 

@@ -222,14 +222,14 @@ def metric_table(metrics: Sequence[Metric]) -> Table:
     """One row per metric."""
     rows = [
         (
-            metric.name,
-            {True: FAIL, False: PASS, None: "? "}[metric.beyond] + metric.reading,
-            *(_number(metric.values[of]) if of in metric.values else "" for of in _NAMES),
-            _number(metric.distance),
-            "" if metric.floor is None else _number(metric.floor),
-            _number(metric.p),
+            m.name,
+            {True: FAIL, False: PASS, None: "? "}[m.beyond] + m.reading + (m.note and f"; {m.note}"),
+            *(_number(m.values[of]) if of in m.values else "" for of in _NAMES),
+            _number(m.distance),
+            "" if m.floor is None else _number(m.floor),
+            _number(m.p),
         )
-        for metric in metrics
+        for m in metrics
     ]
     columns = ("metric", "result", *_NAMES.values(), "distance", "floor", "p")
     return Table("Generated against real patches", columns, tuple(rows))
