@@ -110,8 +110,9 @@ def test_a_run_names_sample_and_layer_and_a_replay_equals_the_step_bit_by_bit(
     assert "all layers and gradients are finite" in capsys.readouterr().out
     assert train.main(["--config", "tiny.yaml", "--replay", "1"]) == 2
     assert "has no checkpoint up to step 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        train.main(["--config", "tiny.yaml", "--replay", "2", "--resume"])
+    for invalid in ("2 --resume", "0"):  # steps count from 1
+        with pytest.raises(SystemExit, match="2"):
+            train.main(["--config", "tiny.yaml", "--replay", *invalid.split()])
 
 
 def test_a_non_finite_gradient_is_distinguished_from_a_loss_and_named(tiny_config: WriteConfig) -> None:

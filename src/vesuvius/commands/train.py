@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from vesuvius.commands.cli import Parser, add_config, as_command, natural, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     parser.add_argument(
         "--replay",
-        type=natural,
+        type=positive,
         metavar="STEP",
         help="recompute one step from a checkpoint and the volumes, and train nothing",
     )
