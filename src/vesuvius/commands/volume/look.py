@@ -12,8 +12,7 @@ from pathlib import Path
 
 from vesuvius.commands.cli import natural, positive, say, triple
 from vesuvius.commands.sample import array
-from vesuvius.commands.volume.arguments import Commands, add_source, add_store, source_of, store_of
-from vesuvius.commands.volume.facts import print_facts
+from vesuvius.commands.volume.shared import Commands, add_source, add_store, print_facts, source_of, store_of
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar

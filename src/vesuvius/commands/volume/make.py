@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from vesuvius.commands.cli import lengths, natural, naturals, triple
-from vesuvius.commands.volume.arguments import Commands, add_source, add_store, source_of, store_of
-from vesuvius.commands.volume.facts import print_facts
+from vesuvius.commands.volume.shared import Commands, add_source, add_store, print_facts, source_of, store_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_rate
