@@ -19,7 +19,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import GIB, format_duration, format_size, format_sizes
+from vesuvius.runlog.units import GIB, format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
@@ -155,7 +155,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     yield from (f"WARN       {line}" for line in warned)
     if refused := [problem.text for problem in problems if problem.refused]:
         raise ConfigError("\n".join(refused))
-    passed = f"passed with {len(warned)} warning{'s' * (len(warned) > 1)}" if warned else "all checks passed"
+    passed = f"passed with {format_count(len(warned), 'warning')}" if warned else "all checks passed"
     yield f"dry run: {passed}, nothing was written; `vesuvius volume verify` checks all chunks"
 
 
