@@ -140,14 +140,14 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     width = round(labels.shape[2] * scale.pixels_zyx[2])
     cells = [MontageCell(name, orthogonal_slices(voxels, scale)[:, :width]) for name, voxels in columns.items()]
     textures = {
-        name: measure_texture(_patches_of(columns[name], data.patch_size)) for name in columns if name != "labels"
+        name: measure_texture(patches_of(columns[name], data.patch_size)) for name in columns if name != "labels"
     }
     drawn = with_charts(draw_grid(cells, title, scale, len(cells)), textures, grey, _CHARTS_PX)
     with storage_errors(f"the picture {picture}", f"free some space; {out} is complete"):
         drawn.save(picture)
 
 
-def _patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
+def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
     """The patches of a volume that lie next to each other, partial ones left out."""
     grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
     return [voxels[slices(box_at(times(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
