@@ -123,7 +123,8 @@ class Source:
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove a damaged object or range from the cache, and forget the object's stamp."""
-        self._stamps.pop(key, None)
+        with self._lock:
+            self._stamps.pop(key, None)
         if self._cache is not None:
             self._cache.drop(self._entry(key, byte_range))
 
