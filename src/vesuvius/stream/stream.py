@@ -80,13 +80,18 @@ class PatchStream(Iterator[Batch]):
         interrupted: Callable[[], bool] = lambda: False,
         resident: Resident | None = None,
     ) -> None:
-        if first < 0 or first % job.world or (stop is not None and stop < first):
-            raise ConfigError(
-                f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the number of "
-                f"ranks ({job.world}), and stop to at least first"
-            )
         self._job = job
         self._resident = resident
+        try:
+            if first < 0 or first % job.world or (stop is not None and stop < first):
+                raise ConfigError(
+                    f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the "
+                    f"number of ranks ({job.world}), and stop to at least first"
+                )
+            self._events = EventRecorder(job, quarantined)
+        except BaseException:
+            self._drop_resident()
+            raise
         # Without readers no other process could read instead.
         marker = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.workers else None
         if resident is not None and job.plan.is_small and not (marker and marker.was_interrupted):
@@ -97,7 +102,6 @@ class PatchStream(Iterator[Batch]):
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._readers = Readers()
-        self._events = EventRecorder(job, quarantined)
         self._sources = Sources(marker, partial(self._events.record, "spill"), self._reader_died)
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living

@@ -17,6 +17,7 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.errors import ConfigError
 from vesuvius.plan import plan
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.local import LocalRegions
@@ -182,6 +183,16 @@ def test_the_copy_can_be_dropped_between_two_batches(tmp_path: Path) -> None:
         assert seen + take(stream, 30) == expected
     with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
         take(stream, 1)
+    assert not any(in_use())
+
+
+@pytest.mark.parametrize("wrong", [{"first": -1}, {"quarantined": [{}]}])
+def test_a_stream_that_refuses_its_arguments_closes_the_copy(wrong: dict[str, Any], tmp_path: Path) -> None:
+    job = plain(tmp_path)
+    copy = Resident(job)
+    assert any(in_use())
+    with pytest.raises(ConfigError):
+        PatchStream(job, StreamOptions(4, 0), resident=copy, **wrong)
     assert not any(in_use())
 
 
