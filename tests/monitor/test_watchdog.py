@@ -61,6 +61,16 @@ def test_each_stall_logs_one_error_and_one_recovery(watched: Watched, caplog: py
     assert kinds == 2 * [("verdict", None), ("event", "hung"), ("event", "recovered")]
 
 
+def test_a_hang_is_reported_even_if_its_cause_cannot_be_told(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.dog.expects("batch", lambda: str(1 // 0))
+    watched.look_for(2 * STALL_S)
+    (error,) = caplog.records
+    assert "waiting for an unknown cause (ZeroDivisionError: " in error.getMessage()
+    assert [record["kind"] for record in watched.records] == ["verdict", "event"]
+
+
 def test_the_stacks_of_all_threads_are_kept(watched: Watched) -> None:
     watched.look_for(STALL_S)
     (path,) = watched.stacks.iterdir()

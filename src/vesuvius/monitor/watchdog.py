@@ -13,6 +13,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vesuvius.errors import one_line
 from vesuvius.threads import on_thread, thread_stacks
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,10 @@ class Watchdog:
                 log.exception("the watchdog failed; retrying")
 
     def _report_hung(self, expected: _Expected, seconds: float) -> None:
-        waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()
+        try:
+            waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()
+        except Exception as error:  # the hang matters more than its cause
+            waiting_for = f"an unknown cause ({type(error).__name__}: {one_line(error)})"
         text = f"hung: no {expected.what} for {seconds / 60:.1f} min: waiting for {waiting_for}"
         path = self._stacks / time.strftime("%Y%m%dT%H%M%S.txt")
         step, last = self._step()
