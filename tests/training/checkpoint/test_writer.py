@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.conftest import REPOSITORY
 from tests.support import fork_server
 from tests.training.checkpoint.test_format import CONFIG, assert_same, small_files, state_of, steps_in
 from vesuvius.config import TrainingConfig
+from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint import save as checkpoint_writer
 from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
 from vesuvius.training.checkpoint.save import CheckpointWriter, Snapshot, tensors_in
@@ -150,6 +152,19 @@ def test_a_copy_that_does_not_fit_into_memory_fails_the_save_but_not_the_run(
         writer.save(2, state_of(2))
         assert writer.wait() is None
     assert steps_in(tmp_path) == [2]
+
+
+def test_a_broken_gpu_is_not_reported_as_missing_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **options: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "empty_like", broken)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(3,), dtype=torch.float32)
+    for synchronize, expected in ((broken, RuntimeError), (lambda: None, StorageError)):
+        stream = SimpleNamespace(synchronize=synchronize)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        with pytest.raises(expected, match="illegal memory access"):
+            checkpoint_writer._allocate(on_gpu)
 
 
 def nested_state(value: float = 1.0) -> dict[str, Any]:

@@ -158,6 +158,8 @@ def _allocate(tensor: Tensor) -> Tensor:
     try:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for any kind of memory
+        if tensor.is_cuda:  # after an error of the GPU, every call raises it
+            torch.cuda.current_stream(tensor.device).synchronize()
         raise StorageError(
             f"Cannot allocate host memory for a checkpoint ({tuple(tensor.shape)}, {tensor.dtype}"
             f"{', pinned' if tensor.is_cuda else ''}): {one_line(error)}; give the run more memory, or lower "
