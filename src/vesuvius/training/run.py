@@ -191,7 +191,8 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
     checked = preflight(
         config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known, directory=directory
     )
-    checked = replace(checked, resident=plan_resident(config, checked.data))
+    done = checked.resumed.step if checked.resumed else 0
+    checked = replace(checked, resident=plan_resident(config, checked.data, done))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # only an optimization
             write_facts(facts, config.data, checked.facts)

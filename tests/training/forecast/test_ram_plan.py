@@ -189,13 +189,19 @@ def test_the_startup_log_says_when_reading_ends_or_why_volumes_are_not_kept(
     def said(*overrides: str, resumed_at: int | None = None) -> str:
         config, data, _ = planned(*overrides)
         resumed = None if resumed_at is None else SimpleNamespace(step=resumed_at)
-        checked: Any = SimpleNamespace(data=data, resident=plan_resident(config, data), resumed=resumed)
+        checked: Any = SimpleNamespace(
+            data=data, resident=plan_resident(config, data, resumed_at or 0), resumed=resumed
+        )
         return "".join(start_log._resident_lines(config, checked))
 
     config, data, _ = planned("training.epochs=1000")
     steps = -(-first_pass_samples(config, data) // config.global_batch)
     assert f"after about step {steps};" in said("training.epochs=1000")
     assert f"after about step {500 + steps};" in said("training.epochs=1000", resumed_at=500), "it is filled again"
+    late = config.stop_step - steps
+    assert f"the second pass over the volumes ends only at step {late + 2 * steps}" in said(
+        "training.epochs=1000", resumed_at=late
+    )
     assert said("data.resident=0") == ""
     assert "exceed data.resident=0.0001 (GiB)" in said("data.resident=0.0001", "training.epochs=1000")
     assert "the second pass over the volumes ends only at step" in said("training.epochs=1")

@@ -176,18 +176,18 @@ def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamItem, ..
     return tuple(item for item in items if item.size_bytes)
 
 
-def plan_resident(config: Config, data: PreparedData) -> tuple[int, str]:
+def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[int, str]:
     """Memory of the decoded volumes if the run keeps them; else 0 and the reason, which is '' for `data.resident=0`.
 
-    `auto` keeps them if the first pass ends within half of the run, and volumes and readers leave half of the free
-    memory.
+    `auto` keeps them if the first pass ends within half of the steps after the `done` ones, and volumes and readers
+    leave half of the free memory.
     """
     need, wanted = Resident.size_bytes(data.job), config.data.resident
     volumes = f"{format_size(need)} of decoded volumes"
     if wanted != "auto":
         refusal = f"{volumes} exceed data.resident={wanted:g} (GiB)" if wanted else ""
         return (need, "") if need <= wanted * GIB else (0, refusal)
-    second_pass_ends = math.ceil(2 * first_pass_samples(config, data) / config.global_batch)
+    second_pass_ends = done + math.ceil(2 * first_pass_samples(config, data) / config.global_batch)
     if second_pass_ends > config.stop_step:
         return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)

@@ -134,11 +134,13 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     stop = f", stops at {config.stop_step}" if config.stop_step < config.horizon_steps else ""
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
-    checked = replace(checked, resident=plan_resident(config, checked.data))
+    done = checked.resumed.step if checked.resumed else 0
+    checked = replace(checked, resident=plan_resident(config, checked.data, done))
     lines = startup_lines(config, checked, world, resume and directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
-    plan, done = plan_run(config, checked.data, vram_gib), checked.resumed.step if checked.resumed else 0
-    yield _time_line(config, plan, max(config.stop_step - done, 0))
+    left = max(config.stop_step - done, 0)
+    plan = plan_run(config.with_training(max_steps=left or None), checked.data, vram_gib)
+    yield _time_line(config, plan, left)
     yield from (f"memory     {line}" for line in [*chosen, *plan.lines()])
     permanent = config.horizon_steps // training.keep_every if training.keep_every else 0
     count = training.keep_last + 2 + permanent  # including the last and the best
