@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 import tracemalloc
+import zlib
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -220,6 +222,37 @@ def test_samples_of_the_monitor_that_older_versions_compressed_are_read(tmp_path
     with gzip.open(run / "system.000001.jsonl.gz", "wt") as file:
         file.write(json.dumps(system(1, used_gib=7.0)) + "\n")
     assert [record["step"] for record in read_run(run).system] == [1, 2]
+
+
+def test_damaged_samples_of_older_versions_are_skipped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1), step(2)], [system(2)])
+    with gzip.open(file := run / "system.000001.jsonl.gz", "wt") as lines:
+        lines.writelines(json.dumps(system(n, cores_busy=n / 7)) + "\n" for n in range(1, 99))
+    data = file.read_bytes()
+    damaged = data[:200] + bytes(255 - byte for byte in data[200:])
+    file.write_bytes(damaged)
+    with pytest.raises(zlib.error):
+        gzip.decompress(damaged)
+    assert read_run(run).system[-1]["step"] == 2
+
+
+def test_values_of_a_wrong_type_are_skipped_like_torn_lines(tmp_path: Path) -> None:
+    gpu = {"index": 0, "busy": [0, 1, 2]}
+    times = {"kind": "ranks", "time": BEGAN + 1, "step": 1, "slowest": 0, "times": [{"node": "a", "step_s": 1.0}]}
+    start = run_start() | {"validated_step": 0, "previewed_step": 0, "drift": ["lr: was 1, is 2"], "accepted": []}
+    ours = [start, step(1), times, verdict(1), validation(1, 0.5), run_end(1, BEGAN + 9, 1, "crash")]
+    sampled = system(1, gpus=[gpu], vram=[1, 2, 3])
+    wrong = (None, True, 10**400, "text", [], [5], [None], [{}], {}, {"ema": 5}, [{"index": [5]}])
+    run = write_run(tmp_path / "tiny", ours, [sampled])
+    (run / "config.resolved.yaml").unlink()  # takes most of the time
+    for number, record in enumerate([*ours, sampled]):
+        names = ("step", "loss") if record["kind"] == "step" else record.keys() - {"kind", "time"}
+        for name, value in itertools.product(names, wrong):
+            changed = [*map(json.dumps, [*ours, sampled])]
+            changed[number] = json.dumps(record | {name: value})
+            (run / "metrics.jsonl").write_text("\n".join(changed[:-1]))
+            (run / "system.jsonl").write_text(changed[-1])
+            assert reported(run).facts["state"] == NOT_KNOWN, (record["kind"], name, value)
 
 
 def test_a_terminal_table_fits_100_columns_and_keeps_its_words() -> None:

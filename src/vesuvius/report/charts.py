@@ -103,7 +103,7 @@ def _machine(records: RunRecords) -> Iterator[Chart]:
     indices = list(by_index[-1]) if by_index else []
     series = [_range(f"GPU {index}", x, [each.get(index, {}) for each in by_index], "busy", 0.01) for index in indices]
     if len(indices) > _MOST_CURVES:
-        means = [[(gpu.get("busy") or [None] * 2)[1] for gpu in each.values()] for each in by_index]
+        means = [[[*(gpu.get("busy") or ()), None, None][1] for gpu in each.values()] for each in by_index]
         series = [_spread(f"{len(indices)} GPUs", x, means, 0.01)]
     yield from chart("gpu_busy", "GPU busy (a kernel runs)", "%", series)
 
@@ -116,7 +116,7 @@ def _steps_of(records: Sequence[Record]) -> Column:
 
 def _range(label: str, x: Column, records: Sequence[Record], key: str, unit: float = GIB) -> Series | None:
     """A field of the monitor's records that is [min, mean, max]."""
-    values = [record.get(key) or [None] * 3 for record in records]
+    values = [[*(record.get(key) or ()), None, None, None] for record in records]
     low, mid, high = ([figure(each[index]) / unit for each in values] for index in range(3))
     return banded(label, x, mid, low, high)
 

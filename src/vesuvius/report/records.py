@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import math
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,16 @@ _SYSTEM_FIELDS = (
     "kind", "time", "step", "limit_bytes", "used_bytes", "trainer_bytes", "shared_bytes", "readers", "vram", "gpus",
     "cores_busy",
 )  # fmt: skip
+# By kind, the fields that a report takes apart; a record in which one has another type is skipped, like a torn line.
+_SHAPES: Mapping[str, Any] = {
+    "system": {
+        "used_bytes": [], "trainer_bytes": [], "shared_bytes": [], "readers": {},
+        "gpus": [{"index": int | str, "busy": []}],
+    },
+    "ranks": {"times": [{}]},
+    "run_start": {"validated_step": int, "previewed_step": int, "drift": [], "accepted": []},
+    "validation": {"bin_edges": [int | float], "weights": {"ema": {"relative_bins": []}}},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,10 @@ def read_run(path: Path) -> RunRecords:
 
 def figure(value: object) -> float:
     """A number of a record; NaN for null and anything else."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _changed_keys(start: Record) -> tuple[str, ...]:
@@ -138,17 +152,30 @@ def _metrics(path: Path) -> Iterator[Record]:
 def _system(run: Path) -> Iterator[Record]:
     """The records of the monitor; older versions compressed earlier ones into system.NNNNNN.jsonl.gz."""
     for path in (*sorted(run.glob("system.*.jsonl.gz")), run / "system.jsonl"):
-        with suppress(OSError, EOFError), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        with (
+            suppress(OSError, EOFError, zlib.error),
+            gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines,
+        ):
             for record in _placed(records_in(lines)):
                 yield {name: record.get(name) for name in _SYSTEM_FIELDS}
 
 
 def _placed(records: Iterable[Record]) -> Iterator[Record]:
-    """The records that have a kind, and a step if their kind needs one."""
+    """The records that have a kind, and a step if their kind needs one, and the types of `_SHAPES`."""
     for record in records:
-        needs_step = record.get("kind") in ("step", "run_start")
-        if isinstance(record.get("kind"), str) and isinstance(record.get("step"), int if needs_step else int | None):
+        kind = record.get("kind")
+        step = int if kind in ("step", "run_start") else int | None
+        if isinstance(kind, str) and isinstance(record.get("step"), step) and _fits(record, _SHAPES.get(kind, {})):
             yield record
+
+
+def _fits(value: object, shape: Any) -> bool:
+    """Whether a value is of a type, a list of such, or a dict whose fields, if they are known, are such."""
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(value.get(k) is None or _fits(value[k], s) for k, s in shape.items())
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(each, of) for each in value for of in shape)
+    return isinstance(value, shape)
 
 
 def _time(record: Record) -> float:

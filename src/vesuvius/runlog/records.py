@@ -87,7 +87,7 @@ def is_repeated(record: Record, start: Record) -> bool:
     It repeats all steps after the one at which it begins, and validations and previews unknown to its checkpoint.
     """
     known = {"validation": "validated_step", "preview": "previewed_step"}.get(record["kind"], "step")
-    last: int = start[known if known in start else "step"]
+    last: int = start["step"] if start.get(known) is None else start[known]
     return (record.get("step") or 0) > last
 
 
