@@ -490,7 +490,7 @@ def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None
 def test_an_interrupted_process_leaves_nothing_that_looks_finished(
     plain: Path, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
-    command = [sys.executable, "-m", "vesuvius", "sample", "--checkpoint", "plain", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "vesuvius.sample", "--checkpoint", "plain", "--out", str(tmp_path / "out")]
     long = [*command, "--count", "100000", "--batch-size", "1", "--steps", "2"]
     with fork_server.Popen(long, cwd=plain, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60

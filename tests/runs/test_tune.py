@@ -119,7 +119,7 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
 ) -> None:
     config = tiny_config(training=LONG)
     trial = TUNE / "trials" / "000" / "metrics.jsonl"
-    with Session(config, tmp_path, module="vesuvius tune") as session:
+    with Session(config, tmp_path, module="vesuvius.tune") as session:
         session.wait_for("Block 0", at_most_s=120)
         while not (trial.exists() and any(r["kind"] == "step" for r in read_records(trial))):
             assert session.process.poll() is None, session.text()

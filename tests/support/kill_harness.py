@@ -39,7 +39,7 @@ class Session:
         self._started = time.monotonic()
         with self._output.open("w") as out:
             self.process = fork_server.Popen(
-                [sys.executable, "-m", *module.split(), "--config", str(config), *arguments],
+                [sys.executable, "-m", module, "--config", str(config), *arguments],
                 cwd=cwd,
                 env=os.environ | (environment or {}),
                 stdout=out,

@@ -128,7 +128,7 @@ def _tune(count: int) -> None:
     for _ in range(count):
         began = time.monotonic()
         subprocess.run(
-            [sys.executable, "-m", "vesuvius", "tune", "--config", "bench.yaml", *_TUNE_LIKE_THE_GRID], check=True
+            [sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", *_TUNE_LIKE_THE_GRID], check=True
         )
         report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
         overrides = " ".join(report["options"][1]["overrides"])

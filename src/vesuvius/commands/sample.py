@@ -1,4 +1,4 @@
-"""`vesuvius sample --checkpoint RUN_OR_FILE`: generate with a trained model."""
+"""`vesuvius sample --checkpoint RUN_OR_FILE`, also `python -m vesuvius.sample`: generate with a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vesuvius tune --config FILE [key.path=value ...]`: find the fastest settings of this machine."""
+"""`vesuvius tune --config FILE [key.path=value ...]`, also `python -m vesuvius.tune`."""
 
 from __future__ import annotations
 
