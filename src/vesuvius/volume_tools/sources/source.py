@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.sources import files, slices
+from vesuvius.volume_tools.sources import files, medical, slices
 from vesuvius.volume_tools.sources.files import Stored, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
 
 _OPENERS: dict[str, Callable[[Path], Stored]] = {
     ".tif": slices.open_tiff, ".tiff": slices.open_tiff, ".btf": slices.open_tiff, ".npy": files.open_npy,
-    ".nii": files.open_nifti, ".nii.gz": files.open_nifti, ".nrrd": files.open_nrrd, ".nhdr": files.open_nrrd,
+    ".nii": medical.open_nifti, ".nii.gz": medical.open_nifti, ".nrrd": medical.open_nrrd, ".nhdr": medical.open_nrrd,
 }  # fmt: skip
 
 
