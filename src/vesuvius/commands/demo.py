@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 
 from vesuvius.commands import train, volume
 from vesuvius.commands.cli import Parser, as_command, say
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_OK
+from vesuvius.errors import EXIT_OK, ConfigError
 from vesuvius.runlog.progress import Progress
-from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.run_dir import RunDir, run_dir
 
 VOLUME = Path("volumes/demo.zarr")
+NAME = "demo"
+_MARK = b"# The next `vesuvius demo` replaces this run.\n"
+"""First line of the config that a demo trains with, and so of its run's `config.source.yaml` until it is resumed."""
 
 
 @as_command
@@ -22,28 +25,58 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="vesuvius demo",
         description=f"Write a synthetic scroll to {VOLUME} (unless it exists), train a tiny model on it, and generate "
-        "64x128x128 voxels from held-out labels: about five minutes on two cores.  Replaces the run of an earlier "
-        "demo.",
+        f"64x128x128 voxels from held-out labels: about five minutes on two cores.  The run is named {NAME}, and "
+        "replaces that of an earlier demo, but no other.",
         examples=("vesuvius demo", "vesuvius demo training.max_steps=100"),
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     args = parser.parse_args(argv)
-    source = str(files("vesuvius") / "demo.yaml")
-    config = read_config(Path(source), args.overrides, os.environ)  # before anything is replaced
+    source = Path(str(files("vesuvius") / "demo.yaml"))
+    config = read_config(source, args.overrides, os.environ)  # before anything is replaced
+    if config.name != NAME or config.training.resume != "never":
+        wanted = f"name {config.name}" if config.name != NAME else f"training.resume={config.training.resume}"
+        remedy = f"remove it here and from the environment (VESUVIUS_...), or use `vesuvius train --config {source}`"
+        raise ConfigError(f"A demo does not take {wanted}: its run is always new and named {NAME}; {remedy}")
+    run = run_dir(config)
+    _refuse_others(run)
     if not VOLUME.is_dir() and (code := volume.main(["synth", str(VOLUME), "--shape", "192,256,256", "--seed", "0"])):
         return code
-    run = run_dir(config).path
-    shutil.rmtree(run, ignore_errors=True)
-    if code := train.main(["--config", source, *args.overrides]):
-        return code
-    found = f"\nconfig      {source}\nlog         {run}/logs/train_full.log\nmetrics     {run}/metrics.jsonl\n"
-    found += f"checkpoint  {max(run.glob('checkpoints/step_*'), default='none')}"
+    if run.exists():
+        with run.locked(new=False):
+            _refuse_others(run)
+            with run.writing():
+                run.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        marked = Path(folder, source.name)
+        marked.write_bytes(_MARK + source.read_bytes())
+        if code := train.main(["--config", str(marked), *args.overrides]):
+            return code
+    found = (
+        f"\nconfig      {source}\nlog         {run.path}/logs/train_full.log\nmetrics     {run.path}/metrics.jsonl\n"
+    )
+    found += f"checkpoint  {max(run.path.glob('checkpoints/step_*'), default='none')}"
     if config.has_condition and config.data.validation.fraction:
-        volume_out, picture = run / "samples/generated.zarr", run / "samples/generated.png"
+        volume_out, picture = run.path / "samples/generated.zarr", run.path / "samples/generated.png"
         from vesuvius.generate.volume.picture import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:
-            generate_held_out(run, (64, 128, 128), volume_out, picture, progress.update)
+            generate_held_out(run.path, (64, 128, 128), volume_out, picture, progress.update)
         found += f"\nvolume      {volume_out}\npicture     {picture}"
     say(found)
     return EXIT_OK
+
+
+def _refuse_others(run: RunDir) -> None:
+    """Raise ConfigError if there is a run, unless a demo began it, nothing resumed it, and it holds no other files."""
+    if not run.exists():
+        return
+    try:
+        is_linked = any(path.is_symlink() for path in (run.path, *run.path.iterdir()))
+        is_own = not is_linked and not run.others() and (run.path / "config.source.yaml").read_bytes().startswith(_MARK)
+    except OSError:
+        is_own = False
+    if not is_own:
+        raise ConfigError(
+            f"{run.path.absolute()} is not only the run of a demo: another command or version trained or resumed it, "
+            "or it has other files or links; move it away or delete it, or set VESUVIUS_RUNS to another folder"
+        )

@@ -129,8 +129,7 @@ class RunDir:
         Files of other commands and of failed starts do not count.
         """
         try:
-            names = {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, _LOCK}
-            if not names <= {*_OF_A_START}:  # other files
+            if self.others():
                 return True
             if any(next(folder.iterdir(), None) for folder in (self.checkpoints, self.samples) if folder.is_dir()):
                 return True
@@ -140,6 +139,10 @@ class RunDir:
                 return any(re.search(rb'"kind": ?"step"', line) for line in records)
         except OSError:  # missing, a file, or unreadable
             return os.path.exists(self.path)
+
+    def others(self) -> set[str]:
+        """Names in the directory that no vesuvius command writes there.  Raises OSError."""
+        return {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, _LOCK, *_OF_A_START}
 
     def clear(self) -> None:
         """Remove files of a failed start, whose records would be taken for the new run's."""
