@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.sources import files, medical, slices
+from vesuvius.volume_tools.sources import containers, files, medical, slices
 from vesuvius.volume_tools.sources.files import Stored, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
@@ -55,9 +55,9 @@ def open_source(
 
 def _opened(file: Path, inside: str) -> Stored:
     if file.is_dir():
-        return files.open_n5(file, inside) if (file / "attributes.json").exists() else slices.open_folder(file)
+        return containers.open_n5(file, inside) if (file / "attributes.json").exists() else slices.open_folder(file)
     if file.suffix.lower() in (".h5", ".hdf5", ".hdf", ".nxs"):
-        return files.open_hdf5(file, inside)
+        return containers.open_hdf5(file, inside)
     for ending, opener in _OPENERS.items():
         if file.name.lower().endswith(ending):
             return opener(file)
