@@ -21,13 +21,15 @@ GIB = 2**30
 
 
 def current_records(records: Iterable[Record]) -> list[Record]:
-    """The records of a run as if it had never been interrupted: each session drops those that it repeats."""
+    """The records of a run as if it had never been interrupted: a session drops the steps, validations and
+    previews that it repeats, and nothing else."""
     kept: list[Record] = []
     for record in records:
         if record["kind"] == "run_start":
             step = record["step"]
             last = {"validation": record.get("validated_step", step), "preview": record.get("previewed_step", step)}
-            kept = [each for each in kept if (each.get("step") or 0) <= last.get(each["kind"], step)]
+            last["step"] = step
+            kept = [each for each in kept if each["kind"] not in last or each["step"] <= last[each["kind"]]]
         kept.append(record)
     return kept
 

@@ -27,7 +27,7 @@ from vesuvius.monitor.verdict import Verdict
 from vesuvius.report.charts import work_parts
 from vesuvius.report.model import build, verdict_words
 from vesuvius.report.page import RunReport, made_by, new_folder, render_html, write_page
-from vesuvius.report.records import RunRecords, figure, read_run
+from vesuvius.report.records import RunRecords, read_run
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.training.loop import TrainingLoop
@@ -152,9 +152,10 @@ def build_profile(
     only = replace(
         records,
         columns={name: column[chosen] for name, column in records.columns.items()},
+        peaks={},
         first=np.zeros(asked, dtype=bool),
         timed=np.ones(asked, dtype=bool),
-        system=[each for each in records.system if figure(each.get("step")) <= last],
+        system=[each for each in records.system if each.step <= last],
         others=[],
     )
     work_s = only.columns["step_s"] - only.columns["pause_s"]

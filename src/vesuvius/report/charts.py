@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vesuvius.report.curves import Chart, Series, banded, chart, wants_log
 from vesuvius.report.page import TimePart
-from vesuvius.report.records import Column, RunRecords, figure
+from vesuvius.report.records import Column, RunRecords, SystemRecord, figure, merge
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import GIB, quantile
 
@@ -68,57 +68,36 @@ def _bins(validations: Sequence[Record], x: Sequence[float]) -> list[Series | No
 
 def _memory(records: RunRecords) -> Iterator[Chart]:
     system, steps = records.system, records.columns
-    x = _steps_of(system)
-    series = [_range("run", x, system, "used_bytes"), _range("trainer", x, system, "trainer_bytes")]
-    series += [_range("shared memory", x, system, "shared_bytes")]
-    limits = _limit([figure(record.get("limit_bytes")) for record in system[-1:]])
-    yield from chart("ram", "RAM", "GiB", series, limits=limits)
-    yield from chart("readers", "Private RAM of each reader", "GiB", _readers(system, x))
+    names = {"run": "used_bytes", "trainer": "trainer_bytes", "shared memory": "shared_bytes"}
+    series = [_range(label, system, [name]) for label, name in names.items()]
+    yield from chart("ram", "RAM", "GiB", series, limits=_limit([record.limit_bytes for record in system[-1:]]))
+    readers = _ranges(system, "reader ", "readers, including replaced ones")
+    yield from chart("readers", "Private RAM of each reader", "GiB", readers)
     reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
     yield from chart("vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1:]))
 
 
-def _readers(system: Sequence[Record], x: Column) -> list[Series | None]:
-    """A curve for each of up to four readers, or a band for more."""
-    sizes = [record.get("readers") or {} for record in system]
-    pids = list(dict.fromkeys(pid for each in sizes for pid in each))
-    if len(pids) <= _MOST_CURVES:
-        return [banded(f"reader {pid}", x, [figure(each.get(pid)) / GIB for each in sizes]) for pid in pids]
-    return [_spread(f"{len(pids)} readers, including replaced ones", x, [[*each.values()] for each in sizes], GIB)]
-
-
-def _spread(label: str, x: Column, values: Sequence[Sequence[object]], unit: float) -> Series | None:
-    """A curve of means with a band from minimum to maximum."""
-    known = [[figure(value) / unit for value in each] or [np.nan] for each in values]
-    low, mid, high = ([float(of(each)) for each in known] for of in (np.min, np.mean, np.max))
-    return banded(label, x, mid, low, high)
-
-
 def _machine(records: RunRecords) -> Iterator[Chart]:
-    system = records.system
-    x = _steps_of(system)
-    busy = banded("cores", x, [figure(record.get("cores_busy")) for record in system])
+    busy = _range("cores", records.system, ["cores"], 1.0)
     yield from chart("cores", "Busy cores of the machine", "cores", [busy])
-    by_index = [{gpu.get("index"): gpu for gpu in record.get("gpus") or []} for record in system]
-    indices = list(by_index[-1]) if by_index else []
-    series = [_range(f"GPU {index}", x, [each.get(index, {}) for each in by_index], "busy", 0.01) for index in indices]
-    if len(indices) > _MOST_CURVES:
-        means = [[[*(gpu.get("busy") or ()), None, None][1] for gpu in each.values()] for each in by_index]
-        series = [_spread(f"{len(indices)} GPUs", x, means, 0.01)]
-    yield from chart("gpu_busy", "GPU busy (a kernel runs)", "%", series)
+    gpus = _ranges(records.system, "GPU ", "GPUs", 0.01)
+    yield from chart("gpu_busy", "GPU busy (a kernel runs)", "%", gpus)
 
 
-def _steps_of(records: Sequence[Record]) -> Column:
-    """Step of each record; the first records of a session, which precede its first step, get the last known step."""
-    steps = np.array([figure(record.get("step")) for record in records])
-    return np.maximum.accumulate(np.nan_to_num(steps))
+def _ranges(system: Sequence[SystemRecord], prefix: str, many: str, unit: float = GIB) -> list[Series | None]:
+    """A curve for each of up to four figures of a kind, or one for more."""
+    names = [*dict.fromkeys(name for record in system for name in record.bands if name.startswith(prefix))]
+    if len(names) > _MOST_CURVES:
+        return [_range(f"{len(names)} {many}", system, names, unit)]
+    return [_range(name, system, [name], unit) for name in names]
 
 
-def _range(label: str, x: Column, records: Sequence[Record], key: str, unit: float = GIB) -> Series | None:
-    """A field of the monitor's records that is [min, mean, max]."""
-    values = [[*(record.get(key) or ()), None, None, None] for record in records]
-    low, mid, high = ([figure(each[index]) / unit for each in values] for index in range(3))
-    return banded(label, x, mid, low, high)
+def _range(label: str, system: Sequence[SystemRecord], names: Sequence[str], unit: float = GIB) -> Series | None:
+    """A curve of the mean of some figures with a band from minimum to maximum."""
+    known = [(each.step, [each.bands[name] for name in names if name in each.bands]) for each in system]
+    rows = [(step, *merge(bands)) for step, bands in known if bands]
+    x, low, total, high, count = np.array(rows, dtype=float).reshape(-1, 5).T
+    return banded(label, x, total / count / unit, low / unit, high / unit)
 
 
 def _limit(last_bytes: Column | Sequence[float]) -> tuple[tuple[str, float], ...]:

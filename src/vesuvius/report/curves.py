@@ -29,16 +29,16 @@ COLOURS = {
     "data wait": 0, "transfer": 1, "compute": 2, "forward": 2, "backward": 3, "optimizer": 4, "other ranks": 5,
     "host": 7, "baseline": 7, "ideal": 7, "best": 6, "generated": 2, "held out": 6, "training": 7,
 }  # fmt: skip
-"""The colour of a thing on all pages, as a number of the style's `--c0` to `--c9`."""
+"""The colour of a thing on all pages, as a number of the style's `--c0` to `--c15`."""
 
-_OTHERS = (2, 6, 4, 8, 9, 1, 3, 5)  # colours of all other curves, in order
+_OTHERS = (2, 6, 4, 8, 9, 1, 3, 5, 10, 11, 12, 13, 14, 15)  # colours of all other curves, in order
 _MOST_LABELLED = 16  # characters of a label next to its curve
 _LABEL_GAP = 0.085  # between two labels, as a share of the axis
 # If the largest value exceeds the usual ones by more than `_SPIKE`, the axis is cut and spikes are marked.
 _SPIKE, _ROOM = 4.0, 1.5
-# Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe0109`.
+# Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe010f`.
 _INK, _GRID, _LIMIT = "#fe01a0", "#fe01a1", "#fe01a2"
-_NAMES = {_INK: "soft", _GRID: "rule", _LIMIT: "bad"} | {f"#fe01{index:02x}": f"c{index}" for index in range(10)}
+_NAMES = {_INK: "soft", _GRID: "rule", _LIMIT: "bad"} | {f"#fe01{index:02x}": f"c{index}" for index in range(16)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Series:
     low: Column
     mid: Column
     high: Column
+    last: float  # value, which the last point may average with others
     dashed: bool = False
 
 
@@ -77,7 +78,7 @@ def banded(
     """Reduce values to a series of at most `points` points; None if no value is finite.
 
     Args:
-        mid: values; a point shows their mean.
+        mid: values in order of time; a point shows the mean of neighbours in `x`.
         low, high: range of each value that is itself a mean.
     """
     given = (x, mid, mid if low is None else low, mid if high is None else high)
@@ -85,18 +86,21 @@ def banded(
     xs, mids, lows, highs = figures[:, np.isfinite(figures).all(axis=0)]
     if not len(xs):
         return None
+    last, order = float(mids[-1]), np.argsort(xs, kind="stable")  # a resumed run repeats steps
+    xs, mids, lows, highs = (values[order] for values in (xs, mids, lows, highs))
     # First index of each group of neighbours.
     starts = np.unique(np.linspace(0, len(xs), min(len(xs), points), endpoint=False).astype(np.intp))
     lows, highs = np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
-    return Series(label, _means(xs, starts), lows, _means(mids, starts), highs)
+    return Series(label, _means(xs, starts), lows, _means(mids, starts), highs, last)
 
 
 def thinned(chart: Chart, points: int) -> Chart:
     """The chart with at most `points` points in each curve; spikes stay."""
     if all(len(each.x) <= points for each in chart.series):
         return chart
-    fewer = (banded(each.label, each.x, each.mid, each.low, each.high, points) for each in chart.series)
-    return replace(chart, series=tuple(each for each in fewer if each is not None))
+    fewer = ((each, banded(each.label, each.x, each.mid, each.low, each.high, points)) for each in chart.series)
+    series = tuple(replace(few, last=of.last, dashed=of.dashed) for of, few in fewer if few is not None)
+    return replace(chart, series=series)
 
 
 def chart(key: str, title: str, unit: str, series: Sequence[Series | None], **more: object) -> list[Chart]:
@@ -141,11 +145,12 @@ def draw(chart: Chart) -> Figure:
 
 
 def _colours(chart: Chart) -> list[int]:
-    """A colour for each curve: that of its name, unless another curve has it."""
+    """A colour for each curve: that of its name, unless another curve has it; they repeat after fourteen."""
     chosen: list[int] = []
-    for series in chart.series:
+    for index, series in enumerate(chart.series):
         wanted = [COLOURS[series.label]] if series.label in COLOURS else []
-        chosen.append(next(each for each in (*wanted, *_OTHERS, 0) if each not in chosen or each == 0))
+        free = (each for each in (*wanted, *_OTHERS) if each not in chosen)
+        chosen.append(next(free, _OTHERS[index % len(_OTHERS)]))
     return chosen
 
 
@@ -244,4 +249,4 @@ def _largest(chart: Chart) -> float:
 
 def _figures(chart: Chart, series: Series) -> str:
     spread = f"{format_number(float(series.low.min()))} to {format_number(float(series.high.max()))}"
-    return f"last {format_number(float(series.mid[-1]))}, {spread}" if chart.x_label == "step" else spread
+    return f"last {format_number(series.last)}, {spread}" if chart.x_label == "step" else spread

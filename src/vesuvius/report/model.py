@@ -37,6 +37,7 @@ _OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
 _BEST = "best validation error"
 _HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BEST, "peak RAM", "peak VRAM")
 _LAST_STEPS = 100
+_UNTESTED = "Runs at different times differ for many reasons: `vesuvius bench` tests which setting is faster."
 _MOST_EVENTS = 200
 _NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
 
@@ -71,15 +72,15 @@ def comparison(reports: Sequence[RunReport]) -> RunReport:
     config = [(key, *(report.config.get(key, NOT_KNOWN) for report in reports)) for key in keys]
     rates = {r.name: float(r.facts["samples/s"]) for r in reports if r.facts["samples/s"] != NOT_KNOWN}
     bars = tuple(Bar(name, rate, format_number(rate)) for name, rate in rates.items())
-    fastest = max(rates, key=rates.__getitem__, default="")
-    speed = f"{fastest} is the fastest: {format_number(rates[fastest])} samples/s" if rates else "speed unknown"
+    slowest, fastest = (format_number(of(rates.values(), default=None)) for of in (min, max))
+    speed = f"{slowest} to {fastest} samples/s" if rates else "speed unknown"
     differences = Table("Differences in results", ("", *names), _different(facts))
     return RunReport(
         name=f"Comparison of {' and '.join(names)}",
         directory="",
         headline=f"{len(reports)} runs; {speed}",
         facts={},
-        bars=Bars("Samples/s", bars) if bars else None,
+        bars=Bars("Samples/s", bars, _UNTESTED) if bars else None,
         charts=_overlaid(reports),
         tables=filled(differences, Table("Differences in config", ("key", *names), _different(config))),
     )
@@ -175,14 +176,13 @@ def _facts(records: RunRecords) -> dict[str, str]:
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])
     work_s, samples = np.sum(work[known]), np.sum(steps["samples"][known])
     # The monitor samples memory more often than steps do, but may not have recorded.
-    used = [figure((record.get("used_bytes") or [None])[-1]) for record in records.system]
-    ram = largest(np.array([*used, *steps["ram_used_bytes"]]))
+    used = [each.bands["used_bytes"][2] for each in records.system if "used_bytes" in each.bands]
     verdicts = [str(verdict.get("bound")) for verdict in records.of_kind("verdict")]
     facts = {
         "state": records.state,
         "steps": _steps(steps),
         "time left": _time_left(steps, records.state),
-        "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
+        "last checkpoint": _last_checkpoint(records),
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
         "times are from": f"{_timed_steps(records)}; without pauses and the first step of each session",
@@ -194,12 +194,12 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "verdicts": ", ".join(f"{kind} {verdicts.count(kind)}" for kind in dict.fromkeys(verdicts)) or "none",
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(died for *_, died in records.deaths)),
-        "peak RAM": of_limit(ram, largest(steps["ram_limit_bytes"])),
-        "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), format_size),
+        "peak RAM": of_limit(records.peak("ram_used_bytes", *used), largest(steps["ram_limit_bytes"])),
+        "largest reader": _or_unknown(records.peak("worker_max_bytes"), format_size),
     }
     if gpus := [str(gpu) for gpu in env.get("gpus") or []]:
         facts |= {
-            "peak VRAM": of_limit(largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])),
+            "peak VRAM": of_limit(records.peak("vram_used_bytes"), largest(steps["vram_limit_bytes"])),
             "model FLOPs utilization": _or_unknown(_mean(steps["mfu"]), format_percent),
             "GPU": ", ".join(gpus),
         }
@@ -212,25 +212,19 @@ def _facts(records: RunRecords) -> dict[str, str]:
 
 def ranks_table(records: RunRecords) -> Table:
     """A row for each rank, from the steps that all ranks reported; empty for one rank."""
-    steps = [record for record in records.of_kind("ranks") if isinstance(record.get("times"), list)]
-    rows = []
-    for rank in range(max((len(step["times"]) for step in steps), default=0)):
-        reported = [step["times"][rank] for step in steps if rank < len(step["times"])]
-        slowest = sum(step.get("slowest") == rank for step in steps)
-        names = ("trainer_bytes", "step_s", "comm_s", "pause_s")
-        used, step_s, comm_s, pause_s = (np.array([figure(times.get(name)) for times in reported]) for name in names)
-        rows.append(
-            (
-                str(rank),
-                str(reported[-1].get("node", NOT_KNOWN)),
-                _or_unknown(largest(used), format_size),
-                _quantile(step_s - comm_s - pause_s, 0.5),
-                _or_unknown(_mean(comm_s), format_number),
-                f"{slowest} of {len(reported)}",
-            )
+    rows = tuple(
+        (
+            str(rank),
+            of.node or NOT_KNOWN,
+            _or_unknown(of.largest_bytes or None, format_size),
+            _quantile(np.array(of.work_s), 0.5),
+            _or_unknown(_mean(np.array(of.comm_s)), format_number),
+            f"{of.slowest_in} of {len(of.work_s)}",
         )
+        for rank, of in enumerate(records.ranks)
+    )
     columns = ("rank", "node", "trainer, private RAM", "step without waits, p50", "wait, mean, s", "slowest rank in")
-    return Table("Ranks", columns, tuple(rows))
+    return Table("Ranks", columns, rows)
 
 
 def _sessions(records: RunRecords) -> Table:
@@ -307,7 +301,12 @@ def _time_left(steps: Mapping[str, Column], state: str) -> str:
     return _or_unknown(float(steps["eta_s"][-1]) if len(steps["eta_s"]) else None, format_duration)
 
 
-def _last_checkpoint(saved: Sequence[Record]) -> str:
+def _last_checkpoint(records: RunRecords) -> str:
+    """The last one saved, except those that the last session found to be damaged or gone."""
+    start = next((each for each in reversed(records.sessions) if each["kind"] == "run_start"), {})
+    from_step, began = figure(start.get("step")), figure(start.get("time"))
+    saved = records.of_kind("checkpoint")
+    saved = [r for r in saved if not (figure(r.get("step")) > from_step and figure(r.get("time")) < began)]
     if not saved:
         return "none was recorded"
     return f"step {saved[-1].get('step')}, {_or_unknown(figure(saved[-1].get('saved_time')), format_time)}"
@@ -315,7 +314,7 @@ def _last_checkpoint(saved: Sequence[Record]) -> str:
 
 def of_limit(value: float | None, limit: float | None) -> str:
     """`3.20 GiB of 8.00 GiB`."""
-    if value is None:
+    if value is None or not np.isfinite(value):
         return NOT_KNOWN
     return format_size(value) + (f" of {format_size(limit)}" if limit else "")
 

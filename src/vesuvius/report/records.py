@@ -1,4 +1,7 @@
-"""Reads a run directory for a report: steps as columns, other records unchanged.  Does I/O."""
+"""Reads a run directory for a report, in a few hundred bytes a step.  Does I/O.
+
+Steps and the times of ranks become columns, neighbouring records of the monitor are merged, others stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +38,64 @@ STEP_FIELDS = (
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
     "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
 )  # fmt: skip
-_SYSTEM_FIELDS = (
-    "kind", "time", "step", "limit_bytes", "used_bytes", "trainer_bytes", "shared_bytes", "readers", "vram", "gpus",
-    "cores_busy",
-)  # fmt: skip
 # By kind, the fields that a report takes apart; a record in which one has another type is skipped, like a torn line.
 _SHAPES: Mapping[str, Any] = {
     "system": {
         "used_bytes": [], "trainer_bytes": [], "shared_bytes": [], "readers": {},
         "gpus": [{"index": int | str, "busy": []}],
     },
-    "ranks": {"times": [{}]},
+    "ranks": {"slowest": int, "times": [{}]},
     "run_start": {"validated_step": int, "previewed_step": int, "drift": [], "accepted": []},
     "validation": {"bin_edges": [int | float], "weights": {"ema": {"relative_bins": []}}},
 }  # fmt: skip
 
 
+_MOST_SYSTEM = 1000  # records of the monitor that are kept, or twice as many
+
+Band = tuple[float, float, float, float]
+"""Smallest value, sum, largest value and number of some values."""
+
+
+@dataclass(frozen=True)
+class SystemRecord:
+    """One or more neighbouring records of the monitor."""
+
+    step: float  # of the last; of records that precede the first step of a session, the last known step
+    limit_bytes: float
+    bands: Mapping[str, Band]  # of `used_bytes`, `trainer_bytes`, `shared_bytes`, `cores`, `reader PID`, `GPU INDEX`
+
+    def merged(self, later: SystemRecord) -> SystemRecord:
+        """Merge with a later record."""
+        names = dict.fromkeys((*self.bands, *later.bands))
+        bands = {name: merge([of.bands[name] for of in (self, later) if name in of.bands]) for name in names}
+        return SystemRecord(later.step, later.limit_bytes, bands)
+
+
+@dataclass
+class RankTimes:
+    """Figures of a rank from the steps that all ranks reported."""
+
+    node: str = ""
+    largest_bytes: float = 0.0  # 0 = not known
+    slowest_in: int = 0  # steps
+    work_s: array[float] = field(default_factory=lambda: array("f"))  # of each step: without waits and pauses
+    comm_s: array[float] = field(default_factory=lambda: array("f"))
+
+
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of a run, without those that a resume superseded."""
+    """The records of a run.  Steps, validations and previews that a resume repeated are left out, but nothing else."""
 
     path: Path
     columns: Mapping[str, Column]  # of the steps, by the names of `STEP_FIELDS`; NaN is not known
+    peaks: Mapping[str, float]  # the largest value of each field among the steps left out
     first: NDArray[np.bool_]  # whether a step is the first of its session, and includes starting the readers
     timed: NDArray[np.bool_]  # whether a step was made with the latest settings that its times may depend on
     changed: tuple[str, ...]  # the keys of these settings that changed before the first timed step
-    system: Sequence[Record]  # the monitor's records, in order of time
-    others: Sequence[Record]  # records of metrics.jsonl that are not steps, in order
-    sessions: Sequence[Record]  # each `run_start` and `run_end`, superseded or not
+    system: Sequence[SystemRecord]  # in order of time
+    ranks: Sequence[RankTimes]  # empty for a single rank
+    others: Sequence[Record]  # records of metrics.jsonl of other kinds, in order
+    sessions: Sequence[Record]  # each `run_start` and `run_end`
     # time, step and headline of each process that died, and whether it was killed from outside
     deaths: Sequence[tuple[float, int, str, bool]]
     config: Mapping[str, Any]  # the resolved config as plain data; empty if it cannot be read
@@ -72,34 +105,45 @@ class RunRecords:
     exit_code: int | None  # of the last session; None unless it has ended
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of a kind other than `step` and `system`."""
+        """The records of a kind in `others`."""
         return [record for record in self.others if record["kind"] == kind]
+
+    def peak(self, name: str, *more: float) -> float:
+        """The largest known value of a field of all steps, also of those left out, and of `more`; NaN if none is."""
+        return float(np.fmax.reduce([*self.columns[name], self.peaks.get(name, math.nan), *more]))
 
 
 def read_run(path: Path) -> RunRecords:
     """Read a run directory; torn lines and missing files are skipped."""
     steps = {name: array("d") for name in STEP_FIELDS}
-    system, others, sessions = list[Record](), list[Record](), list[Record]()
+    peaks, ranks = dict[str, float](), list[RankTimes]()
+    others, sessions, starts = list[Record](), list[Record](), list[Record]()
+    system, known_step = _Merged(), 0.0
     for record in heapq.merge(_metrics(path / "metrics.jsonl"), _system(path), key=_time):
         match record["kind"]:
             case "step":
                 for name, column in steps.items():
                     column.append(figure(record.get(name)))
             case "system":
-                system.append(record)
-            case kind:
-                if kind == "run_start":
-                    while steps["step"] and steps["step"][-1] > record["step"]:
-                        for column in steps.values():
-                            column.pop()
-                    for kept in (system, others):
-                        kept[:] = [each for each in kept if not is_repeated(each, record)]
+                known_step = figure(record["step"] or known_step)
+                system.add(SystemRecord(known_step, figure(record.get("limit_bytes")), _bands(record)))
+            case "ranks":
+                _add_times(ranks, record)
+            case "run_start":
+                while steps["step"] and steps["step"][-1] > record["step"]:
+                    for name, column in steps.items():
+                        peaks[name] = float(np.fmax(peaks.get(name, math.nan), column.pop()))
+                others = [each for each in others if not is_repeated(each, record)]
+                starts = [*(each for each in starts if each["step"] <= record["step"]), record]
+                sessions.append(record)
+                known_step = figure(record["step"])
+            case "run_end":
+                sessions.append(record)
+            case _:
                 others.append(record)
-                if kind in ("run_start", "run_end"):
-                    sessions.append(record)
     columns = {name: np.array(column) for name, column in steps.items()}
     first, since, changed = np.zeros(len(columns["step"]), dtype=bool), 0, tuple[str, ...]()
-    for start in (record for record in others if record["kind"] == "run_start"):
+    for start in starts:
         index = int(np.searchsorted(columns["step"], start["step"], side="right"))
         first[index : index + 1] = True
         if (keys := _changed_keys(start)) and index < len(first):
@@ -108,10 +152,12 @@ def read_run(path: Path) -> RunRecords:
     return RunRecords(
         path,
         columns,
+        peaks,
         first,
         np.arange(len(first)) >= since,
         changed,
-        system,
+        system.records,
+        ranks,
         others,
         sessions,
         [
@@ -124,6 +170,59 @@ def read_run(path: Path) -> RunRecords:
         _state(session, sessions) if path.is_dir() else GONE,
         session.exit_code if session else None,
     )
+
+
+class _Merged:
+    """Records of the monitor, of which equally many neighbours are merged, except for the last record."""
+
+    def __init__(self) -> None:
+        self._groups, self._size, self._in_last, self._newest = list[SystemRecord](), 1, 0, list[SystemRecord]()
+
+    def add(self, record: SystemRecord) -> None:
+        for earlier in self._newest:
+            if self._in_last:
+                self._groups[-1] = self._groups[-1].merged(earlier)
+            else:
+                self._groups.append(earlier)
+            self._in_last = (self._in_last + 1) % self._size
+            if len(self._groups) == 2 * _MOST_SYSTEM and not self._in_last:
+                self._groups = [a.merged(b) for a, b in zip(self._groups[::2], self._groups[1::2], strict=True)]
+                self._size *= 2
+        self._newest = [record]
+
+    @property
+    def records(self) -> list[SystemRecord]:
+        return self._groups + self._newest
+
+
+def merge(bands: Sequence[Band]) -> Band:
+    """The band of all values of at least one band."""
+    lows, sums, highs, counts = zip(*bands, strict=True)
+    return min(lows), math.fsum(sums), max(highs), sum(counts)
+
+
+def _bands(record: Record) -> dict[str, Band]:
+    """The known figures of a record of the monitor; those that vary are [min, mean, max]."""
+    found: dict[str, list[Any]] = {
+        **{name: record.get(name) or [] for name in ("used_bytes", "trainer_bytes", "shared_bytes")},
+        "cores": 3 * [record.get("cores_busy")],
+        **{f"reader {pid}": 3 * [size] for pid, size in (record.get("readers") or {}).items()},
+        **{f"GPU {gpu.get('index')}": gpu.get("busy") or [] for gpu in record.get("gpus") or []},
+    }
+    known = {name: [*map(figure, values[:3])] for name, values in found.items()}
+    return {name: (*v, 1.0) for name, v in known.items() if len(v) == 3 and math.isfinite(sum(v))}  # type: ignore[misc]
+
+
+def _add_times(ranks: list[RankTimes], record: Record) -> None:
+    """Add a record of the times of all ranks."""
+    for rank, times in enumerate(record.get("times") or []):
+        ranks.extend([RankTimes()] if rank == len(ranks) else [])
+        of, (step_s, comm_s, pause_s) = ranks[rank], (figure(times.get(f"{n}_s")) for n in ("step", "comm", "pause"))
+        of.node = str(times.get("node", of.node))
+        of.largest_bytes = max(of.largest_bytes, figure(times.get("trainer_bytes")))  # ignores NaN
+        of.slowest_in += record.get("slowest") == rank
+        of.work_s.append(step_s - comm_s - pause_s)
+        of.comm_s.append(comm_s)
 
 
 def figure(value: object) -> float:
@@ -156,8 +255,7 @@ def _system(run: Path) -> Iterator[Record]:
             suppress(OSError, EOFError, zlib.error),
             gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines,
         ):
-            for record in _placed(records_in(lines)):
-                yield {name: record.get(name) for name in _SYSTEM_FIELDS}
+            yield from _placed(records_in(lines))
 
 
 def _placed(records: Iterable[Record]) -> Iterator[Record]:

@@ -33,9 +33,8 @@ class LivePage:
         """The page; threads may call this."""
         with self._lock:
             if (began := time.monotonic()) >= self._fresh_until:
-                records = [read_run(run) for run in self._runs]
-                is_over = all(each.state.startswith(_OVER) for each in records)
-                reports = [build(each) for each in records]
+                reports = [build(read_run(run)) for run in self._runs]
+                is_over = all(each.facts["state"].startswith(_OVER) for each in reports)
                 self._page = page_of(reports, self._command, 0 if is_over else _REFRESH_S).encode()
                 now = time.monotonic()
                 self._fresh_until = now + max(_REFRESH_S / 2, 4 * (now - began))

@@ -85,8 +85,11 @@ def is_repeated(record: Record, start: Record) -> bool:
     """Whether a session that begins with `start` (`run_start`) repeats an earlier record.  Pure.
 
     It repeats all steps after the one at which it begins, and validations and previews unknown to its checkpoint.
+    Other records are never repeated: they say what happened, perhaps why the earlier session died.
     """
-    known = {"validation": "validated_step", "preview": "previewed_step"}.get(record["kind"], "step")
+    known = {"step": "step", "validation": "validated_step", "preview": "previewed_step"}.get(record["kind"])
+    if known is None:
+        return False
     last: int = start["step"] if start.get(known) is None else start[known]
     return (record.get("step") or 0) > last
 
