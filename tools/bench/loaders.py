@@ -211,11 +211,12 @@ def main() -> None:
     base, *others = found.items()
     print(f"\n{base[0]}: median {figures_words(base[1])}")
     for name, figures in others:
-        pairs = [(a["samples_s"] or 1.0, b["samples_s"] or 1.0) for a, b in zip(figures, base[1], strict=False)]
+        rates = [(a["samples_s"], b["samples_s"]) for a, b in zip(figures, base[1], strict=False)]
+        pairs = [(a, b) for a, b in rates if a and b]
         wait = [share for each in figures if (share := each.get("wait_share")) is not None]
         print(
             f"{name}: median {figures_words(figures)}, "
-            f"{speed_words(compare_one_of(pairs, len(others)), base[0])}"
+            + (speed_words(compare_one_of(pairs, len(others)), base[0]) if pairs else "speed not known")
             + (f", data wait {100 * median(wait):.1f} %" if wait else "")
         )
 

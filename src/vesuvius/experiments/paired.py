@@ -21,7 +21,7 @@ MOST_PAIRS = max(LOOKS)
 WRONG = 0.05
 """Probability of a wrong result over all looks of a tune or all cells of a bench."""
 
-_POCOCK = 0.013  # level of each of seven looks whose overall error is at most 5 %
+_POCOCK = 0.0117  # level of each of the seven looks whose overall error is 5 %, by simulation
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,22 @@ class Comparison:
         """Whether A is significantly less than `gain` faster."""
         return self.high is not None and self.high < gain
 
-    @property
-    def differs(self) -> bool:
-        """Whether the interval excludes equal speed."""
-        return self.is_above(0.0) or self.is_below(0.0)
-
 
 def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
     """Compare the samples/s of A and B in pairs, at least one, up to the last test (after 3, 4, 5, ... pairs)."""
     count = max((look for look in LOOKS if look <= len(pairs)), default=0)
-    return _compare(pairs[: count or len(pairs)], _POCOCK, least=LOOKS[0])
+    return _compare(pairs[: count or len(pairs)], _POCOCK)
 
 
 def compare_one_of(pairs: Sequence[tuple[float, float]], cells: int) -> Comparison:
-    """Compare a cell with the baseline; `cells` = number of cells compared with it (Bonferroni's correction)."""
-    return _compare(pairs, WRONG / max(cells, 1), least=2)
+    """Compare two cells; `cells` = number of cells compared with the baseline (Bonferroni's correction)."""
+    return _compare(pairs, WRONG / max(cells, 1))
 
 
-def _compare(pairs: Sequence[tuple[float, float]], level: float, least: int) -> Comparison:
+def _compare(pairs: Sequence[tuple[float, float]], level: float) -> Comparison:
     differences, count = [math.log(a / b) for a, b in pairs], len(pairs)
     mean = fmean(differences)
-    if count < least:
+    if count < LOOKS[0]:  # the interval of two pairs would span orders of magnitude
         return Comparison(math.expm1(mean), None, None, count)
     half = student_t(level, count - 1) * stdev(differences) / math.sqrt(count)
     return Comparison(math.expm1(mean), math.expm1(mean - half), math.expm1(min(mean + half, 700.0)), count)

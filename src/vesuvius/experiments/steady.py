@@ -20,7 +20,7 @@ KERNEL_STEPS = 3
 _LEAST_STEPS = 3
 _SETTLED = 0.05  # a block is long enough once the relative standard error of its rate is below this,
 _LONGEST = 4.0  # or once it is this many times as long
-_FEW = 4  # fewer cycles do not show the error
+_FEW = 4  # fewer pieces do not show the error
 _OUTRUN_BY = 1.1  # tolerated ratio of a measured rate to what the readers can sustain
 
 
@@ -50,10 +50,9 @@ def reader_limited_s(samples: int, took_s: float, reader_s: float | None, worker
 
 
 def is_settled(durations: Sequence[float]) -> bool:
-    """Whether the mean duration of equal pieces of work is known well enough; too few pieces count as settled."""
-    if len(durations) < _FEW:
-        return True
-    return stdev(durations) / math.sqrt(len(durations)) <= _SETTLED * fmean(durations)
+    """Whether the mean duration of equal pieces of work, at least four, is known well enough."""
+    count = len(durations)
+    return count >= _FEW and stdev(durations) / math.sqrt(count) <= _SETTLED * fmean(durations)
 
 
 class BlockLength:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -160,3 +161,53 @@ def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
     page = build_page("n", "d", {}, found, "", "vesuvius train")
     assert ("training.ranks=1", "gpu_memory: needs 90 GiB") in page.tables[1].rows
     assert "VRAM, GiB" not in page.tables[0].columns, "no empty column"
+
+
+def headlines(gains: list[float], benches: int) -> list[str]:
+    """Of benches of cells with these true speeds: rounds differ by 20 %, measurements of a round by 4 %."""
+    cells = [Cell("baseline"), *(Cell(f"cell {number}", ("a=b",)) for number in range(1, len(gains)))]
+    rng, found = np.random.default_rng(len(gains)), []
+    for _ in range(benches):
+        common, own = rng.standard_normal((6, 1)), rng.standard_normal((6, len(gains)))
+        rates = np.exp(np.log1p(gains) + 0.2 * common + 0.04 * own).tolist()
+        done = [Measurement(c, r, "ok", samples_s=each) for r, row in enumerate(rates) for c, each in enumerate(row)]
+        found.append(headline(results_of(cells, done)))
+    return found
+
+
+@pytest.mark.parametrize("cells", [2, 3, 8])
+def test_of_equal_cells_one_is_called_faster_in_at_most_5_percent(cells: int) -> None:
+    found = headlines([0.0] * cells, 800)
+    assert sum(not words.startswith("No cell is measurably faster") for words in found) <= 0.05 * 800
+
+
+@pytest.mark.parametrize("rivals", [2, 5])
+def test_of_equally_fast_cells_none_is_called_the_fastest(rivals: int) -> None:
+    found = headlines([0.0, *[0.3] * rivals], 400)
+    assert sum("is fastest" in words for words in found) <= 0.05 * 400
+    faster = [words for words in found if "is measurably faster" in words]
+    assert len(faster) >= 0.9 * 400
+    assert sum("; not measurably faster than cell" in words for words in faster) == len(faster)
+
+
+def test_the_fastest_cell_is_named_if_it_was_tested_against_the_next() -> None:
+    found = headlines([0.0, 0.1, 0.5], 200)
+    assert sum(words.startswith("cell 2 is fastest: ") for words in found) >= 0.9 * 200
+    assert not any("cell 1 is fastest" in words for words in found)
+
+
+def test_a_cell_measured_once_neither_wins_nor_hides_one_that_did() -> None:
+    done = [Measurement(0, r, "ok", samples_s=10.0 + r) for r in range(6)]
+    done += [Measurement(1, r, "ok", samples_s=(1.2 + 0.004 * (-1) ** r) * (10.0 + r)) for r in range(6)]
+    done += [Measurement(2, 0, "ok", samples_s=20.0), Measurement(2, 1, "gpu_memory", "needs 90 GiB")]
+    found = results_of(CELLS[:3], done)
+    label = found[1].label
+    assert headline(found).startswith(f"{label} is measurably faster: 20 % faster than ")
+    assert f"; not measurably faster than {found[2].label}.  Failed: " in headline(found)
+    page = build_page("n", "d", {}, found, "", "vesuvius train")
+    assert page.tone == "good"
+    (command,) = page.commands
+    assert all(override in command for override in CELLS[1].overrides)
+    alone = results_of([CELLS[0], CELLS[2]], [replace(m, cell=m.cell // 2) for m in done if m.cell != 1])
+    assert headline(alone).startswith("No cell is measurably faster than ")
+    assert "2.00 times as fast as the a (too few rounds to test)" in headline(alone)

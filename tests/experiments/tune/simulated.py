@@ -387,7 +387,7 @@ SLOW = Machine(
     vram=(8.0, 50.0),
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
-_CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
+CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
 _SLOW_STORE = Machine(
     "busy, 150 ms",
     on_gpu=False,
@@ -401,7 +401,7 @@ _SLOW_STORE = Machine(
     contention=0.5,
     faster={"compile": 0.95},
     source=replace(SOURCE, workers=1, requests=2, accumulate_steps=4),
-    disturbance=_CROWDED,
+    disturbance=CROWDED,
 )
 BUSY = [
     _SLOW_STORE,
@@ -411,7 +411,7 @@ BUSY = [
         sample_s=0.3,
         faster={"channels_last": 0.95, "compile": 0.97},
         source=replace(SOURCE, workers=8, cudnn_benchmark=False),
-        disturbance=_CROWDED,
+        disturbance=CROWDED,
     ),
 ]
 """Other programs on the machine: its speed varies threefold."""

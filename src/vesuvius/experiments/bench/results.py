@@ -167,30 +167,41 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """Return a sentence on the fastest cell and its gain over the baseline, then the failures."""
+    """Return a sentence on the cells that are measurably faster than the baseline, then the failures.
+
+    A cell is called the fastest only if it is measurably faster than each other one.  All tests have the level of
+    those with the baseline: a wrong sentence requires that a certain one of them fails for some cell.
+    """
     base = results[0]
     reference = base.label if "=" in base.label else f"the {base.label}"
-    compared = [each for each in results if each.speed is not None]
-    best = max(compared, key=lambda each: each.speed.gain if each.speed else 0.0, default=None)
+    gains = [(each, each.speed) for each in results if each.speed is not None]
+    gains.sort(key=lambda each: (each[1].is_above(0.0), each[1].gain), reverse=True)
     if base.samples_s is None:
         words = f"Nothing could be compared: {reference} could not be measured"
-    elif best is None or best.speed is None:
+    elif not gains:
         words = f"No other cell was measured; {reference}: {format_number(base.samples_s)} samples/s"
-    elif best.speed.differs and best.speed.gain > 0:
-        words = f"{best.label} is fastest: {speed_words(best.speed, reference)}"
-    elif best.speed.gain > 0:
-        speed = speed_words(best.speed, reference)
-        words = f"No cell is measurably faster than {reference}; best: {best.label}, {speed}"
+    elif gains[0][1].is_above(0.0):
+        (best, speed), others = gains[0], [each for each in results if each.rates and each != gains[0][0]]
+        rivals = ", ".join(each.label for each in others if not _is_faster(best, each, len(results)))
+        words = f"{best.label} is {'measurably faster' if rivals else 'fastest'}: {speed_words(speed, reference)}"
+        words += f"; not measurably faster than {rivals}" if rivals else ""
     else:
-        words = f"No cell is faster than {reference}"
+        (best, speed), words = gains[0], f"No cell is measurably faster than {reference}"
+        words += f"; largest gain: {best.label}, {speed_words(speed, reference)}" if speed.gain > 0 else ""
     failed = [each.label for each in results if each.cause]
     return words + (f".  Failed: {', '.join(failed)}." if failed else ".")
+
+
+def _is_faster(cell: Result, other: Result, cells: int) -> bool:
+    """Whether a cell is measurably faster than another one of a bench of `cells` cells."""
+    pairs = [(rate, other.rates[number]) for number, rate in cell.rates.items() if number in other.rates]
+    return bool(pairs) and compare_one_of(pairs, cells - 1).is_above(0.0)
 
 
 def speed_words(speed: Comparison, reference: str) -> str:
     """`15 % faster than the baseline (12 to 18 % faster)`."""
     words = format_speed(1 + speed.gain)
-    interval = format_speed(*(1 + end for end in speed.ends)) if speed.ends else "one round"
+    interval = format_speed(*(1 + end for end in speed.ends)) if speed.ends else "too few rounds to test"
     return f"{words} {'as' if words.endswith('as fast') else 'than'} {reference} ({interval})"
 
 
@@ -199,7 +210,7 @@ def build_page(
 ) -> RunReport:
     """The report of a bench; `train` is the command that trains with the baseline, without its overrides."""
     base = results[0]
-    sure = [each for each in results if each.speed and each.speed.differs and each.speed.gain > 0]
+    sure = [each for each in results if each.speed and each.speed.is_above(0.0)]
     best = max(sure, key=lambda each: each.speed.gain if each.speed else 0.0, default=None)
     failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
     return RunReport(
@@ -219,8 +230,8 @@ def build_page(
 def _bar(result: Result, results: Sequence[Result]) -> Bar:
     rates, speed, rate = result.rates.values(), result.speed, result.samples_s or 0.0
     text = f"{format_number(rate)}" if speed is None else f"{format_number(rate)}: {format_number(1 + speed.gain)}x"
-    is_sure = bool(speed and speed.differs)
-    colour = "baseline" if result == results[0] else "best" if is_sure and speed and speed.gain > 0 else "compute"
+    is_sure = bool(speed and speed.is_above(0.0))
+    colour = "baseline" if result == results[0] else "best" if is_sure else "compute"
     return Bar(result.label, rate, text, COLOURS[colour], min(rates), max(rates))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
 from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, BlockKind, Knob, Setting, in_words, trainer_knobs
-from vesuvius.experiments.tune.search import AT_ONCE, SHOWN, SMALLEST_GAIN, SURE, Asks, Search
+from vesuvius.experiments.tune.search import AT_ONCE, SMALLEST_GAIN, SURE, Asks, Search
 from vesuvius.runlog.units import format_count
 
 Certainty = Literal["sure", "likely", "unchanged", "none"]
@@ -37,7 +37,7 @@ class Recommendation:
     # significantly.  "unchanged": no change is worth it.  "none": nothing could be measured.
     certainty: Certainty
     best: Setting  # the recommended setting, which never ran out of memory
-    written: Setting  # to the tuned config: `best` if it was compared with the source in two pairs, else the source
+    written: Setting  # to the tuned config: `best` if it is sure, else the source
     reason: str  # why the tune ended
     reasons: dict[Knob, str]  # reason for each knob that differs from the source
     # of `best` over `base`, from pairs of full runs; None without pairs
@@ -56,7 +56,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     certainty: Certainty = "likely"
     if best == base or obstacle or ((predicted or 0.0) if gain is None else gain.gain) < SMALLEST_GAIN:
         certainty = "unchanged"
-    elif gain and (gain.is_above(0.0) or (gain.low is None and gain.pairs >= SHOWN and gain.gain > SURE)):
+    elif gain and gain.is_above(0.0):
         certainty = "sure"
     if certainty == "unchanged" and best != base and gain and not obstacle:
         reason = f"{in_words(best, base)} is not worth it: {gain.text}"
@@ -72,7 +72,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     best = base if certainty == "unchanged" else best
     if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
         return Recommendation("none", base, base, reason, {}, None, None, complete=False)
-    written = best if gain and gain.pairs >= SHOWN else base
+    written = best if certainty == "sure" else base
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)}
     return Recommendation(certainty, best, written, reason, reasons, gain, predicted, complete=not cut_short)
 

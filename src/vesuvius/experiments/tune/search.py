@@ -28,9 +28,6 @@ Asks = Generator["Cell", Block, T]
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
-SHOWN = 2
-"""Pairs needed to enter the tuned config."""
-
 KINDS: dict[BlockKind, str] = {"run": "full run", "readers": "readers alone", "step": "steps alone"}
 
 _LARGE_GAIN = 0.10  # a change is dropped once it significantly gains less
@@ -94,8 +91,8 @@ class Search:
             return None
         left_s, seconds, kept_s = self.left_s, self.expected_s(setting, kind), 0.0
         if stage not in ("baseline", "confirm") and self.best != self.base:
-            # For two pairs of full runs of the best and the baseline, with one spare pair.
-            kept_s = 3 * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
+            # For the first look at pairs of full runs of the best and the baseline.
+            kept_s = LOOKS[0] * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
         if seconds + kept_s > left_s:
             kept = f", {format_duration(kept_s)} is reserved to confirm the result" if kept_s else ""
             self.cut_short = self.why_failed = (
@@ -143,20 +140,21 @@ class Search:
     ) -> Asks[Comparison | None]:
         """Measure two settings alternately until it is settled whether `one` is faster; None without a pair.
 
-        Pairs are appended to `pairs`.
+        Pairs are appended to `pairs`.  To confirm a result, all are new: the block that chose a setting flatters it.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
         at_once = AT_ONCE if one[1] == "step" else SURE
         while True:
             found = compare(pairs) if pairs else None
             if found is not None:
-                is_large = len(pairs) == SHOWN and all(a > (1 + at_once) * b for a, b in pairs)
+                is_large = stage != "confirm" and len(pairs) == 2 and all(a > (1 + at_once) * b for a, b in pairs)
                 is_settled = len(pairs) in LOOKS and _is_gain_settled(found)
                 if is_large or is_settled or len(pairs) >= most_pairs:
                     return found
             last = self.blocks[-1] if self.blocks else None
             at = (last.setting, last.kind) if last and last.ended == "ok" else None
-            rates = {at: last.rate} if last and not pairs and at in (one, other) else {}  # half of the first pair
+            is_half = last and not pairs and at in (one, other) and stage != "confirm"  # of the first pair
+            rates = {at: last.rate} if last and is_half else {}
             for each in (other, one) if at == other else (one, other):
                 if each not in rates:
                     block = yield from self.measure(*each, stage, f"pair {len(pairs) + 1}: {words}")
