@@ -174,6 +174,14 @@ def nifti(name: str = "v.nii", order: str = "<") -> Any:
     return write
 
 
+def nifti_pair(folder: Path, voxels: Voxels) -> str:
+    import nibabel
+
+    nibabel.save(nibabel.Nifti1Pair(voxels.T, np.eye(4)), folder / "v.img")
+    (folder / "v.img").unlink()
+    return str(folder / "v.hdr")
+
+
 def nrrd(name: str = "v.nrrd", like: Callable[[Voxels], Voxels] = lambda voxels: voxels, **header: Any) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
         import nrrd as library
@@ -259,10 +267,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "hdf5, channels first": (hdf5(like=others(0), chunks=(1, 5, 52, 71)), {"select": (1,)}),
     "hdf5, channels last": (hdf5(like=others(3)), {"select": (1,)}),
-    "nifti": (nifti(), {"scale": (2, 0.25, 0.5), "units": [MM] * 3}),
+    "nifti": (nifti(), {"scale": (2, 0.25, 0.5), "units": [MM] * 3, "turned": "x"}),
     "nifti, gzip, big-endian, int16": (
         nifti("v.nii.gz", ">"),
-        {"dtype": "int16", "scale": (2, 0.25, 0.5), "units": [MM] * 3},
+        {"dtype": "int16", "scale": (2, 0.25, 0.5), "units": [MM] * 3, "turned": "x"},
     ),
     "nrrd": (
         nrrd(spacings=[1.0, 2.0, 3.0], units=["mm", "mm", "um"]),
@@ -277,7 +285,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
                 "space": "left-posterior-superior",
             }
         ),
-        {"dtype": "float64", "scale": (3, 2, 1), "units": [MM] * 3},
+        {"dtype": "float64", "scale": (3, 2, 1), "units": [MM] * 3, "turned": "y"},
     ),
     "nrrd, detached": (nrrd("v.nhdr"), {"dtype": ">u4"}),
     "nrrd, colours first": (nrrd(like=others(3), kinds=["vector", "domain", "domain", "domain"]), {"select": (1,)}),
@@ -295,6 +303,7 @@ def test_an_import_equals_its_source(tmp_path: Path, case: str) -> None:
     request = ImportRequest(write(tmp_path, voxels), tmp_path / "out.zarr", expected.get("select", ()), levels=2)
     import_volume(request)
     found = imported(tmp_path / "out.zarr")
+    voxels = np.flip(voxels, ["zyx".index(axis) for axis in expected.get("turned", "")])
     assert found.dtype == voxels.dtype.newbyteorder("=")
     np.testing.assert_array_equal(found, voxels)
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr", 1), halve(voxels.astype(found.dtype)))
@@ -543,6 +552,8 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), "greater than file size; copy it again"),
     "nifti cut": (nifti(), cut("v.nii", 0.9), CUT),
     "nifti gzip cut": (nifti("v.nii.gz"), cut("v.nii.gz", 0.9), "EOFError"),
+    "no nifti": (nifti(), lambda folder: (folder / "v.nii").write_text("no"), "it is no NIfTI file"),
+    "half a pair": (nifti_pair, None, "there is no .img file with its voxels; copy it"),
     "nrrd cut": (nrrd(), cut("v.nrrd", 0.9), CUT),
     "nrrd gzip cut": (nrrd(encoding="gzip"), cut("v.nrrd", 0.9), "EOFError|Error -"),
     "hdf5 cut": (hdf5(), cut("v.h5", 0.9), "OSError: .*truncated file.*; copy it again"),

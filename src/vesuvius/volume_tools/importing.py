@@ -29,7 +29,7 @@ from vesuvius.volume_tools.record import IMPORT, check_name, is_finished
 from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, intersection, slices, triple
-from vesuvius.volumes.geometry import FloatTriple, Geometry
+from vesuvius.volumes.geometry import FloatTriple
 
 _CHUNK, _PER_SHARD = 128, 4
 _LAYER = _CHUNK * _PER_SHARD  # slices
@@ -62,7 +62,7 @@ def import_volume(
     check_name(request.out)
     source = open_source(request.source, request.select, request.shape, request.dtype)
     if request.voxel_size_um:
-        source = replace(source, geometry=Geometry(request.voxel_size_um, (0, 0, 0), ("micrometer",) * 3))
+        source = replace(source, geometry=source.geometry.resized(request.voxel_size_um, ("micrometer",) * 3))
     shape, geometry = triple(source.shape), source.geometry
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
     check_levels(levels, shape)
@@ -83,8 +83,10 @@ def import_volume(
         figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(levels))
         with _by_layers(source, target, figures, on_progress) as read:
             target.fill(0, read, count)
+        source.finish()
         target.fill_coarser(count)
-        target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx))
+        corner = geometry.translation_zyx if geometry.translated else None
+        target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx, corner))
     return source, figures
 
 
@@ -118,7 +120,8 @@ def _by_layers(
         (first, *_), (last, *_) = box
         if decoded != (decoded := first // _LAYER):
             layer = chunk_box((decoded, 0, 0), (_LAYER, plane[0], plane[1]), shape)
-            for index in itertools.product(*chunk_ranges(layer, unit)):
+            units = list(itertools.product(*chunk_ranges(layer, unit)))
+            for index in reversed(units) if source.backwards else units:
                 part = intersection(chunk_box(index, unit, shape), layer)
                 on_progress(figures, f"decoding slice {part[0][0]} of {depth}")
                 for z, each in enumerate(source.get(slices(part)), part[0][0]):

@@ -59,6 +59,11 @@ class Geometry:
         z, y, x = (None if um is None else size * um for size, um in zip(self.scale_zyx, micrometers, strict=True))
         return None if z is None or y is None or x is None else (z, y, x)
 
+    def resized(self, scale_zyx: FloatTriple, units_zyx: tuple[str | None, str | None, str | None]) -> Geometry:
+        """The same grid with another voxel size: the translation stays the same number of voxels."""
+        voxels = zip(self.translation_zyx, self.scale_zyx, scale_zyx, strict=True)
+        return Geometry(scale_zyx, triple(t / old * new for t, old, new in voxels), units_zyx, self.translated)
+
 
 VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 """The geometry of an array without metadata."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from vesuvius.errors import DataError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import VOXELS, Geometry, has_color_last, unit_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,22 @@ class Stored:
     get: Callable[[tuple[Any, ...]], NDArray[Any]]  # part of one unit, by a slice or an integer for each axis
     unit: tuple[int, ...]  # shape that is decoded at once
     geometry: Geometry = VOXELS
+    backwards: bool = False  # whether units are read fastest from the last to the first
+    finish: Callable[[], None] = lambda: None  # checks what no unit covers: the end of a stream
 
 
 def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geometry:
-    """A geometry with this voxel size; `VOXELS` unless it is known along all axes."""
-    sizes = [float(size) for size in sizes_zyx]
-    if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
-        return VOXELS
-    return Geometry(triple(sizes), (0, 0, 0), triple(map(unit_name, units_zyx)))
+    """A geometry with this voxel size; `VOXELS` if there is none, with a WARNING if it cannot be used."""
+    try:
+        sizes = [float(size) for size in sizes_zyx]
+        units = [unit_name(unit if isinstance(unit, str) else None) for unit in units_zyx]
+        if len(sizes) == 3 and all(0 < size < math.inf for size in sizes):
+            return Geometry(triple(sizes), (0, 0, 0), triple(units if len(units) == 3 else [None] * 3))
+    except (TypeError, ValueError):
+        pass
+    if len(sizes_zyx):
+        log.warning("the voxel size %s in the file cannot be used; set it with --voxel-size-um", list(sizes_zyx))
+    return VOXELS
 
 
 def paged(
@@ -55,23 +66,43 @@ def paged(
 
 
 def contiguous(
-    file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, gzip_at: int | None = None
+    file: Path,
+    names: str,
+    shape: Sequence[int],
+    dtype: Any,
+    start: int,
+    gzip_at: int | None = None,
+    last: bool = True,
 ) -> Stored:
-    """An array stored contiguously from byte `start` of a file, or of the gzip stream at byte `gzip_at`."""
+    """An array stored contiguously from byte `start` of a file, or of the gzip stream at byte `gzip_at`.
+
+    If it is the `last` thing in the file, more bytes are refused.
+    """
     lead, dtype = min(map(names.find, "ZYX")) + 1, np.dtype(dtype)
-    size = math.prod(shape[lead:]) * dtype.itemsize
-    stream: Any = file.open("rb")
+    size, end = math.prod(shape[lead:]) * dtype.itemsize, start + math.prod(shape) * dtype.itemsize
+    raw: Any = file.open("rb")
+    stream = raw
     if gzip_at is None:
-        check_length(file, start + math.prod(shape) * dtype.itemsize)
-    else:
-        stream.seek(gzip_at)
-        stream = gzip.GzipFile(fileobj=stream)
+        check_length(file, end, exact=last)
+
+    def at(place: int) -> Any:
+        nonlocal stream
+        if gzip_at is not None and (stream is raw or place < stream.tell()):  # GzipFile would rewind to byte 0
+            raw.seek(gzip_at)
+            stream = gzip.GzipFile(fileobj=raw)
+        stream.seek(place)
+        return stream
 
     def page(number: int) -> NDArray[Any]:
-        stream.seek(start + number * size)
-        return np.frombuffer(stream.read(size), dtype).reshape(shape[lead:])
+        if len(voxels := at(start + number * size).read(size)) < size:
+            raise refuse(file, f"it is truncated: less than {end} bytes after decompression", "copy it again")
+        return np.frombuffer(voxels, dtype).reshape(shape[lead:])
 
-    return paged([file], names, shape, dtype, lead, page)
+    def finish() -> None:
+        if gzip_at is not None and at(end).read(1):  # at the end of a stream, CRC and length are checked
+            raise refuse(file, f"it has more than the {end} bytes of its header and voxels", "copy it again")
+
+    return replace(paged([file], names, shape, dtype, lead, page), finish=finish)
 
 
 def default_axes(shape: Sequence[int]) -> str:
@@ -79,10 +110,11 @@ def default_axes(shape: Sequence[int]) -> str:
     return ("C" * len(shape) + "ZYX" + "C" * has_color_last(shape))[-len(shape) :]
 
 
-def check_length(file: Path, due: int) -> None:
-    """Raise DataError if a file is shorter than its voxels."""
-    if (there := file.stat().st_size) < due:
-        raise refuse(file, f"it is truncated: {there} bytes instead of {due}", "copy it again")
+def check_length(file: Path, due: int, exact: bool = False) -> None:
+    """Raise DataError if a file is shorter than its voxels, or (if `exact`) longer."""
+    if (there := file.stat().st_size) < due or (exact and there > due):
+        problem = "it is truncated" if there < due else "bytes follow its voxels"
+        raise refuse(file, f"{problem}: {there} bytes instead of {due}", "copy or write it again")
 
 
 def refuse(path: object, problem: str, remedy: str) -> DataError:

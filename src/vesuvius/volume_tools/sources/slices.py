@@ -37,7 +37,7 @@ def open_tiff(file: Path) -> Stored:
             first = re.sub("[YXSC]", "", names)[:1]
             names, shape = (names.replace(first, "Z"), shape) if first else (f"Z{names}", (1, *shape))
         if series.dataoffset is not None:
-            data = contiguous(file, names, shape, dtype.newbyteorder(tiff.byteorder), series.dataoffset)
+            data = contiguous(file, names, shape, dtype.newbyteorder(tiff.byteorder), series.dataoffset, last=False)
             return replace(data, geometry=voxel)
         pages = list(series.pages)
         if None in pages:

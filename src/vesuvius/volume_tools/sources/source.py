@@ -22,7 +22,8 @@ from vesuvius.volumes.geometry import Axes
 
 _OPENERS: dict[str, Callable[[Path], Stored]] = {
     ".tif": slices.open_tiff, ".tiff": slices.open_tiff, ".btf": slices.open_tiff, ".npy": files.open_npy,
-    ".nii": medical.open_nifti, ".nii.gz": medical.open_nifti, ".nrrd": medical.open_nrrd, ".nhdr": medical.open_nrrd,
+    ".nrrd": medical.open_nrrd, ".nhdr": medical.open_nrrd,
+    **dict.fromkeys((".nii", ".nii.gz", ".hdr", ".hdr.gz", ".img", ".img.gz"), medical.open_nifti),
 }  # fmt: skip
 
 
@@ -49,8 +50,12 @@ def open_source(
             voxels = np.asarray(stored.get(axes.stored(index, axes.select)))
             return axes.to_zyx(voxels).astype(native, copy=False)
 
+    def finish() -> None:
+        with _library_errors(path):
+            stored.finish()
+
     shape, unit = axes.zyx_of(stored.shape), axes.zyx_of(stored.unit)
-    return replace(stored, names="ZYX", shape=shape, dtype=native, get=get, unit=unit)
+    return replace(stored, names="ZYX", shape=shape, dtype=native, get=get, unit=unit, finish=finish)
 
 
 def _opened(file: Path, inside: str) -> Stored:
