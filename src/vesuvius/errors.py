@@ -3,10 +3,13 @@
 A message leads with what failed, then the value, then the remedy.
 """
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 EXIT_OK = 0
@@ -16,6 +19,7 @@ EXIT_GPU_MEMORY = 3
 EXIT_GUARD = 4
 EXIT_NONFINITE = 5
 EXIT_DATA = 6
+EXIT_MOVED = 7
 # Only for `vesuvius memcheck`.
 EXIT_MEMORY_WARN = 10
 EXIT_MEMORY_CRITICAL = 11
@@ -94,18 +98,50 @@ class StorageError(DataError):
     """A file cannot be written, or a file in the run directory is damaged."""
 
 
+class RunMovedError(StorageError, OSError):
+    """The run directory was moved, deleted or replaced while the run was using it."""
+
+    exit_code = EXIT_MOVED
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_FREE = "free some space"
+_REMEDIES = {
+    **dict.fromkeys(FULL_DISK, _FREE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "correct the permissions"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (`ulimit -n`)"),
+    errno.EFBIG: "raise the limit on file sizes (`ulimit -f`)",
+    errno.EROFS: "remount the disk with write access (the system log says why it is read-only)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "move away what is in its place"),
+    errno.ENOENT: "check that the folder exists and its disk is mounted",
+}
+
+
+def disk_remedy(error: BaseException) -> str:
+    """Remedy for an OSError of a write: space only for a full disk; a link to nowhere is named.  Looks at the path."""
+    named, of_rust = getattr(error, "filename", None), re.search(r"\(os error (\d+)\)", str(error))
+    number = getattr(error, "errno", None) or (int(of_rust[1]) if of_rust else errno.ENOSPC)
+    for path in (Path(named), *Path(named).parents) if isinstance(named, str) else ():
+        if os.path.islink(path) and not os.path.exists(path):
+            return f"{path} is a link to {os.readlink(path)}, which does not exist: mount its disk or change the link"
+    return _REMEDIES.get(number, "check the disk and its mount")
+
+
 @contextmanager
 def storage_errors(target: str, remedy: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """Raise an OSError of the body as a StorageError: `Cannot write TARGET: ERROR; REMEDY`.
 
     Args:
+        remedy: for a full disk; other errors have their own in place of "free some space".
         but: errors passed on unchanged.
     """
     try:
         yield
     except OSError as error:
-        if isinstance(error, but):
+        if isinstance(error, (*but, RunMovedError)):
             raise
+        remedy = remedy.replace(_FREE, disk_remedy(error))
         raise StorageError(f"Cannot write {target}: {error}; {remedy}") from error
 
 

@@ -56,7 +56,7 @@ def test_half_written_lines_are_completed_first_and_dropped_ones_counted(
     assert path.read_text().splitlines() == ["line 0", "line 1", "line 2", "line 3", "line 9"]
     (failing, working) = said(caplog)
     assert failing[0] == "ERROR"
-    assert "File too large; free some space; the next 3 lines are kept in memory" in failing[1]
+    assert "File too large; raise the limit on file sizes (`ulimit -f`); the next 3 lines are kept in memory" in failing[1]
     assert working == ("ERROR", f"{path} is writable again; 5 lines were lost")
     with pytest.raises(OSError, match="No such file or directory"):
         AppendFile(tmp_path / "nowhere" / "lines")

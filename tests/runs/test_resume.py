@@ -105,12 +105,47 @@ def test_resume_without_a_checkpoint_starts_at_0_with_a_warning(
     assert [s["step"] for s in steps_of()] == [1]
 
 
+@pytest.mark.parametrize("found", ["no runs", "an empty folder", "only files of tune", "a link to a missing disk"])
+@pytest.mark.parametrize("more", [(), ("training.resume=auto",), ("--dry-run",), ("--allow-drift",)], ids=" ".join)
+def test_an_explicit_resume_of_no_run_is_refused_with_the_place(
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], found: str, more: tuple[str, ...]
+) -> None:
+    if found != "no runs":
+        Path("runs").mkdir()
+    if found == "an empty folder":
+        Path("runs/tiny").mkdir()
+    if found == "only files of tune":
+        Path("runs/tiny/tune/one").mkdir(parents=True)
+    if found == "a link to a missing disk":
+        Path("runs/tiny").symlink_to(tmp_path / "not/mounted")
+    before = sorted(Path("runs").rglob("*"))
+    assert vesuvius_train(tiny_config(), "--resume", *more) == 2
+    assert f"there is no run in {tmp_path / 'runs/tiny'}" in capsys.readouterr().err
+    assert sorted(Path("runs").rglob("*")) == before
+
+
+def test_a_run_killed_before_its_first_step_can_be_resumed(
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    for path in Path("runs/tiny").iterdir():  # what a start writes before its first step
+        if path.name not in ("config.source.yaml", "config.resolved.yaml", "session.json", ".lock"):
+            path.rename(tmp_path / path.name)
+    capsys.readouterr()
+    assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0
+    captured = capsys.readouterr()
+    assert f"no complete checkpoint in {tmp_path / 'runs/tiny/checkpoints'}: starting at step 0" in captured.out
+
+
 def test_training_resume_auto_resumes_also_from_the_copied_config(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training={"resume": "auto"})
     assert vesuvius_train(config, "training.max_steps=2") == 0
-    assert capsys.readouterr().err == "", "a new run has nothing to go on from, and nothing to warn of"
+    captured = capsys.readouterr()
+    assert f"no complete checkpoint in {tmp_path / 'runs/tiny/checkpoints'}: starting at step 0" in captured.out
+    assert captured.err == "", "a new run has nothing to go on from, and nothing to warn of"
     assert vesuvius_train(Path("runs/tiny/config.source.yaml"), "training.max_steps=4") == 0
     assert [s["step"] for s in steps_of()] == [1, 2, 3, 4]
 

@@ -10,6 +10,7 @@ from functools import partial
 from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.run_dir import require_run, run_dir
 
 
 @as_command
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run, if any")
+    parser.add_argument("--resume", action="store_true", help="continue this run from its newest checkpoint")
     parser.add_argument(
         "--allow-drift", action="store_true", help="with --resume: continue although the data or the model changed"
     )
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift works only with --resume; add it or remove --allow-drift")
+    if args.resume:
+        require_run(run_dir(config))
     # The imports below load torch, which takes seconds.
     if args.dry_run:
         from vesuvius.training.forecast.start_log import dry_run

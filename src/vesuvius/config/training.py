@@ -151,7 +151,7 @@ class TrainingConfig(Section):
         "off", description="act = apply a verdict's advice on readers, prefetch and requests while training"
     )
     resume: Literal["never", "auto"] = Field(
-        "never", description="auto = as --resume: continue from the newest checkpoint, if there is one"
+        "never", description="auto = continue from the newest checkpoint if there is one, otherwise start"
     )
 
     @property

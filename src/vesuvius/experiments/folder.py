@@ -11,6 +11,7 @@ from typing import Any
 
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
+from vesuvius.runlog.held import LOCK, holding
 from vesuvius.runlog.redact import redacted
 
 _OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors, or a process that cannot start
@@ -25,13 +26,14 @@ def locked(directory: Path, what: str) -> Iterator[int]:
     remedy = "free some space and start again, or set VESUVIUS_RUNS"
     with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if not take_lock(descriptor, directory / ".lock"):
+            if not take_lock(descriptor, directory / LOCK):
                 raise ConfigError(
                     f"Another {what} (or the trainer of a killed one) is active in {directory}; wait for it or stop it"
                 )
-            yield descriptor
+            with holding(directory, descriptor):
+                yield descriptor
         finally:
             os.close(descriptor)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vesuvius.runlog.files import AppendFile
+from vesuvius.runlog.held import where
 from vesuvius.runlog.records import read_dataclasses
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ class RecentFile:
     def _rotate(self) -> None:
         self._lines, full = 0, self._file
         try:
-            os.replace(self._path, _before(self._path))  # also frees space on a full disk
+            path = where(self._path)
+            os.replace(path, _before(path))  # also frees space on a full disk
             self._file = AppendFile(self._path)
             full.close()
         except OSError as error:

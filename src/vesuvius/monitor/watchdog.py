@@ -13,7 +13,8 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vesuvius.errors import one_line
+from vesuvius.errors import disk_remedy, one_line
+from vesuvius.runlog.held import where
 from vesuvius.threads import on_thread, thread_stacks
 
 log = logging.getLogger(__name__)
@@ -134,12 +135,13 @@ class Watchdog:
 
     def _dump(self, path: Path, text: str) -> None:
         try:
-            self._stacks.mkdir(exist_ok=True)
+            path = where(path)
+            path.parent.mkdir(exist_ok=True)
             with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{text}\n\nthreads of the trainer:\n")
                 file.writelines(thread_stacks())
         except OSError as error:
-            log.warning("cannot write the stacks of a hung run to %s: %s; free some space", path, error)
+            log.warning("cannot write the stacks of a hung run to %s: %s; %s", path, error, disk_remedy(error))
 
 
 def _write_all(*writes: Callable[[], object]) -> None:

@@ -18,7 +18,8 @@ from typing import BinaryIO
 
 import psutil
 
-from vesuvius.errors import StorageError
+from vesuvius.errors import FULL_DISK, StorageError, disk_remedy
+from vesuvius.runlog.held import NOT_THERE, where
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def write_atomically(path: Path, data: bytes, check: Callable[[BinaryIO], None] 
 
     `check` is called with the flushed file before it is renamed.  Raises OSError; the temporary file is removed then.
     """
+    path = where(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w+b") as file:
@@ -55,22 +57,25 @@ def flush_to_disk(path: Path) -> None:
 
 
 class AppendFile:
-    """An append-only text file that survives a full disk.
+    """An append-only text file that survives a full disk, a log rotation and a disk that was away.
 
     A line is handed to the system at once.  Lines that the disk does not take are kept in memory and retried with the
-    next line, so that the file holds every line in order once there is space.  The log reports when lines begin to
-    wait, when they are written, and how many were lost.  Threads and signal handlers may write.  A last line that was
-    torn by a crash is terminated.
+    next line, so that the file holds every line in order once there is space.  If the path leads to another file or to
+    none, or the open file fails for another reason than space, the path is opened again.  The log reports when lines
+    begin to wait, when they are written, and how many were lost.  Threads and signal handlers may write.  A last line
+    that was torn by a crash is terminated.
 
     Raises OSError: the file cannot be opened; nothing else raises it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._waiting = deque([b"\n"] if _is_torn(path) else [])
+        self._waiting = deque[bytes]()
         self._path = path
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor: int | None = None
         self._failing, self._lost = False, 0
+        self._written = 0  # bytes of the first waiting line
         self._writing = threading.Lock()
+        self._open()
 
     def write_line(self, text: str) -> None:
         """Append a line; ignored once the file is closed."""
@@ -94,31 +99,79 @@ class AppendFile:
                 return
             error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
             try:
-                os.close(descriptor)
+                if self._is_own(descriptor):
+                    os.close(descriptor)
             except OSError as late:  # network file systems report a full disk only now
                 error = error or late
         if error is None:
             self._report_changes(None)
         else:
             lost = self._lost + len(self._waiting)
-            log.error("cannot write %s: %s; %d lines are lost; free some space", self._path, error, lost)
+            log.error("cannot write %s: %s; %d lines are lost; %s", self._path, error, lost, disk_remedy(error))
 
     def _write_waiting(self) -> OSError | None:
         """Write pending lines; on an error, drop those beyond the limit and return the error."""
+        is_retry = False
         while self._waiting and self._descriptor is not None:
-            line = self._waiting[0]
             try:
-                written = os.write(self._descriptor, line)
+                if not self._is_current():
+                    self._open()
+                line = self._waiting[0]
+                self._written += os.write(self._descriptor, line[self._written :])
             except OSError as error:
-                while len(self._waiting) > _KEPT_LINES:  # the newest: the first may be the rest of a torn line
+                if error.errno not in FULL_DISK and not is_retry:
+                    is_retry, self._is_stale = True, True
+                    continue
+                while len(self._waiting) > _KEPT_LINES:  # the newest: the first may have been written in part
                     self._waiting.pop()
                     self._lost += 1
                 return error
-            if written < len(line):  # the disk is full: the next write raises
-                self._waiting[0] = line[written:]
-            else:
+            if self._written >= len(line):  # otherwise the disk is full: the next write raises
+                self._written = 0
                 self._waiting.popleft()
         return None
+
+    def _open(self) -> None:
+        """Open the file where its directory is now.  Raises OSError."""
+        path, before = where(self._path), self._descriptor
+        if before is not None:
+            path.parent.mkdir(exist_ok=True)
+        is_torn = _is_torn(path)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        if before is not None:
+            if self._is_own(before):
+                with suppress(OSError):
+                    os.close(before)
+            if self._is_own(descriptor):  # the same file: a line written in part is completed
+                is_torn = False
+            else:
+                self._written = 0
+                log.info("%s was moved, deleted or on a disk that went away: continuing in a new file", path)
+        self._descriptor, self._opened, self._is_stale = descriptor, os.fstat(descriptor), False
+        self._has_inodes = os.path.samestat(os.stat(path), self._opened)  # not on some FUSE file systems
+        if is_torn:
+            self._waiting.appendleft(b"\n")
+
+    def _is_own(self, descriptor: int) -> bool:
+        """Whether the descriptor is still that of the opened file: other code may have closed it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._opened)
+        except OSError as error:
+            return error.errno != errno.EBADF
+
+    def _is_current(self) -> bool:
+        """Whether lines still go to the file at the path.  Raises RunMovedError: its directory was deleted."""
+        assert self._descriptor is not None
+        if self._is_stale or not self._is_own(self._descriptor):
+            return False
+        return not self._has_inodes or self._is_at(self._path) or self._is_at(where(self._path))
+
+    def _is_at(self, path: Path) -> bool:
+        """Whether the opened file is at a path; also if the disk does not say."""
+        try:
+            return os.path.samestat(os.stat(path), self._opened)
+        except OSError as error:
+            return error.errno not in NOT_THERE
 
     def _report_changes(self, error: OSError | None) -> None:
         """Log if writing began to fail or works again.  Called without the lock: the message may go to this file."""
@@ -127,7 +180,7 @@ class AppendFile:
         self._failing = error is not None
         if error is not None:
             kept = f"the next {_KEPT_LINES} lines are kept in memory"
-            log.error("cannot write %s: %s; free some space; %s until then", self._path, error, kept)
+            log.error("cannot write %s: %s; %s; %s until then", self._path, error, disk_remedy(error), kept)
         else:
             lost, self._lost = self._lost, 0
             level = logging.ERROR if lost else logging.INFO

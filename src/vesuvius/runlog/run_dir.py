@@ -24,7 +24,8 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
-from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.find_run import is_run, runs_root
+from vesuvius.runlog.held import LOCK, holding
 from vesuvius.runlog.redact import redacted
 
 _PACKAGES = (
@@ -80,7 +81,6 @@ TUNE, BENCHES = "tune", "benches"
 _OTHER_COMMANDS = (TUNE, BENCHES, "profiles", "reports")
 """Written by other commands, also before the run has begun."""
 
-_LOCK = ".lock"
 _OF_A_START = (
     *("config.source.yaml", "config.resolved.yaml", "env.json", "split.json", "metrics.jsonl", "system.jsonl"),
     *("recent.jsonl", "session.json", "post_mortem.jsonl", "quarantine.jsonl"),
@@ -142,7 +142,7 @@ class RunDir:
 
     def others(self) -> set[str]:
         """Names in the directory that no vesuvius command writes there.  Raises OSError."""
-        return {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, _LOCK, *_OF_A_START}
+        return {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, LOCK, *_OF_A_START}
 
     def clear(self) -> None:
         """Remove files of a failed start, whose records would be taken for the new run's."""
@@ -173,16 +173,16 @@ class RunDir:
             refuse_existing(self)
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / _LOCK).open("ab", buffering=0)
+            lock = (self.path / LOCK).open("ab", buffering=0)
         with lock:
-            free, deadline = take_lock(lock.fileno(), self.path / _LOCK), time.monotonic() + wait_s
+            free, deadline = take_lock(lock.fileno(), self.path / LOCK), time.monotonic() + wait_s
             if not free and wait_s:
                 log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.lock_owner(), wait_s)
             while not free:
                 if time.monotonic() >= deadline:
                     raise ConfigError(f"{self.path} is in use by {self.lock_owner()}; wait for it or stop it")
                 time.sleep(_POLL_S)
-                free = take_lock(lock.fileno(), self.path / _LOCK)
+                free = take_lock(lock.fileno(), self.path / LOCK)
             with self.writing():
                 if new:
                     refuse_existing(self)  # another process may have begun and ended a run meanwhile
@@ -191,6 +191,14 @@ class RunDir:
                 lock.truncate(0)
                 lock.write(owner.encode())
                 os.fsync(lock.fileno())
+            with holding(self.path, lock.fileno()):
+                yield
+
+    @contextmanager
+    def held_by_rank_0(self, mark: str) -> Iterator[None]:
+        """Follow the directory, which rank 0 has locked, while the context lasts; see `refuse_other_path`."""
+        self.refuse_other_path(mark)
+        with self.writing(), (self.path / LOCK).open("rb") as lock, holding(self.path, lock.fileno()):
             yield
 
     def writing(self) -> AbstractContextManager[None]:
@@ -200,7 +208,7 @@ class RunDir:
     def lock_owner(self) -> str:
         """Return the text in the lock file, which identifies its latest owner; '' if there is none."""
         try:
-            return (self.path / _LOCK).read_text(encoding="utf-8")
+            return (self.path / LOCK).read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -237,6 +245,15 @@ class RunDir:
 def run_dir(config: Config) -> RunDir:
     """Return the run directory of a config."""
     return RunDir(runs_root() / config.name)
+
+
+def require_run(directory: RunDir) -> None:
+    """Raise ConfigError if there is no run to resume; one that was killed before it saved anything counts."""
+    if not (directory.exists() or is_run(directory.path)):
+        raise ConfigError(
+            f"Cannot resume: there is no run in {directory.path.absolute()}; check the name, the working directory (or "
+            "VESUVIUS_RUNS) and that its disk is mounted, or start without --resume (training.resume=auto does both)"
+        )
 
 
 def refuse_existing(directory: RunDir) -> None:

@@ -118,7 +118,12 @@ class TensorBoard:
 
             if record["kind"] == "run_start":
                 self._purge_step = record["step"] + 1
-            self._writer = SummaryWriter(self._directory, purge_step=self._purge_step, flush_secs=_FLUSH_S)
+            self._directory.mkdir(exist_ok=True)
+            # Its package opens the file by name for each write: by descriptor, as the run directory may be moved.
+            self._descriptor = os.open(self._directory, os.O_RDONLY)
+            by_descriptor = Path(f"/proc/self/fd/{self._descriptor}")
+            directory = by_descriptor if by_descriptor.exists() else self._directory
+            self._writer = SummaryWriter(directory, purge_step=self._purge_step, flush_secs=_FLUSH_S)
         writer, at = self._writer, {"global_step": record.get("step") or 0, "walltime": record["time"]}
         for tag, value in figures.items():
             writer.add_scalar(tag, value, **at)
@@ -141,6 +146,7 @@ class TensorBoard:
         """Raises OSError."""
         if self._writer is not None:
             self._writer.close()
+            os.close(self._descriptor)
 
 
 class Wandb:

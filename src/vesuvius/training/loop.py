@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -12,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.errors import NonFiniteError, one_line
+from vesuvius.errors import EXIT_MOVED, NonFiniteError, one_line
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
+from vesuvius.runlog.held import problem
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
@@ -36,6 +38,7 @@ from vesuvius.training.validation.validation import Reference
 log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0
+_LOOK_EVERY_S = 1.0  # for the run directory
 _FIRST_STEPS = 3  # steps until memory peaks: from the second step on, moments add to activations
 
 
@@ -64,7 +67,7 @@ class TrainingLoop:
         fixed = checked.fixed
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
-        self._in_step = False
+        self._in_step, self._looks_s = False, 0.0
         self.micro_batch, self._steps_begun = run.share.micro_batch, 0
 
     def run_steps(self) -> None:
@@ -92,6 +95,7 @@ class TrainingLoop:
             tune: Callable[[], None] = make(self, reporter) if make else autotuner.apply
             try:
                 while progress.step < config.stop_step and self._next_step(clock, reporter):
+                    self._stop_if_moved()
                     self._record_events(stream)
                     saves = False
                     with clock.pausing():
@@ -113,6 +117,13 @@ class TrainingLoop:
             finally:
                 self._record_events(stream)
                 watchdog.expects("end of the readers", "the readers to end")
+
+    def _stop_if_moved(self) -> None:
+        """Once a second, request a stop if the run directory is no longer in its place."""
+        if self.run.ranks.is_main and (now := time.monotonic()) >= self._looks_s:
+            self._looks_s = now + _LOOK_EVERY_S
+            if moved := problem(self.run.directory.path):
+                self.run.stop.request(EXIT_MOVED, moved, logging.ERROR)
 
     def _open_resident(self) -> Resident | None:
         """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""

@@ -10,7 +10,7 @@ import math
 import time
 from functools import partial
 
-from vesuvius.errors import StorageError
+from vesuvius.errors import StorageError, disk_remedy
 from vesuvius.training.checkpoint.progress import Best
 from vesuvius.training.checkpoint.resume import run_state
 from vesuvius.training.checkpoint.save import CheckpointWriter
@@ -163,7 +163,8 @@ class PeriodicTasks:
             )
         except OSError as error:  # such as a full disk
             log.error(
-                "cannot write the preview of step %d: %s; free some space; training continues", progress.step, error
+                "cannot write the preview of step %d: %s; %s; training continues",
+                *(progress.step, error, disk_remedy(error)),
             )
             run.metrics.write("event", event="preview_failed", step=progress.step, text=str(error))
             progress.previewed_step = progress.step

@@ -18,10 +18,20 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, StorageError, VesuviusError, one_line
+from vesuvius.errors import (
+    EXIT_ERROR,
+    EXIT_MOVED,
+    EXIT_OK,
+    RunMovedError,
+    StorageError,
+    VesuviusError,
+    disk_remedy,
+    one_line,
+)
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
+from vesuvius.runlog.held import where
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import iter_records
 from vesuvius.runlog.run_dir import RunDir, run_dir
@@ -81,7 +91,7 @@ def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None =
             request = replace(request, config=config)
         else:
             ranks.reduce_min(device_memory_bytes(request.config, choose_device(ranks.local_rank)))
-            config, checked = _begin_other_rank(ranks)
+            config, checked = _begin_other_rank(ranks, held)
             request = replace(request, config=quiet(config), make_tuner=None)
         if isinstance(checked, int):  # an exit code: nothing to train
             return checked
@@ -136,12 +146,14 @@ def _begin(
         return config, checked
     checked = replace(checked, can_halve=bool(chosen))
     _check_kernels(config, ranks)
-    held.enter_context(_removed_if_start_fails(directory))
+    is_new = not directory.path.exists()
     if not (resume and existed):
         held.enter_context(directory.locked(new=not resume))
+    if is_new:
+        held.enter_context(_removed_if_start_fails(directory))
     directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
     _open_log(directory)
-    for level, line in startup_lines(config, checked, ranks.world, lost=resume and existed):
+    for level, line in startup_lines(config, checked, ranks.world, resume, existed):
         log.log(level, "%s", line)
     for line in chosen:
         log.info("%s", line)
@@ -152,12 +164,12 @@ def _begin(
     return config, checked
 
 
-def _begin_other_rank(ranks: Ranks) -> tuple[Config, Preflight | int]:
+def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config, Preflight | int]:
     """Like `_begin` on the other ranks, which receive config and results from rank 0."""
     config, checked, mark = ranks.receive()
     if isinstance(checked, int):
         return config, checked
-    checked.directory.refuse_other_path(mark)
+    held.enter_context(checked.directory.held_by_rank_0(mark))
     _check_kernels(config, ranks)
     directory = checked.directory.of_rank(ranks.rank)
     _open_log(directory)
@@ -211,15 +223,15 @@ def _check_kernels(config: Config, ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
-    """Remove a new run directory if its first session fails before it has begun."""
-    new = not directory.path.exists()
+    """Remove a new run directory, which is locked, if its first session fails before it has begun."""
     try:
         yield
     except Exception:
-        path = directory.metrics
-        if new and not (path.exists() and any(record.get("kind") == "run_start" for record in iter_records(path))):
-            close_logs()
-            shutil.rmtree(directory.path, ignore_errors=True)
+        with contextlib.suppress(RunMovedError):
+            path = where(directory.metrics)
+            if not (path.exists() and any(record.get("kind") == "run_start" for record in iter_records(path))):
+                close_logs()
+                shutil.rmtree(path.parent, ignore_errors=True)
         raise
 
 
@@ -342,7 +354,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
                 "damaged regions in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name
             )
         return EXIT_OK
-    if stop.exit_code == EXIT_OK:  # a completed profile
+    if stop.exit_code in (EXIT_OK, EXIT_MOVED):  # a completed profile; the reason says how to continue
         log.info("ended after step %d: %s", progress.step, stop.reason)
     else:
         log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)
@@ -351,13 +363,15 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
 
 def _reported_error(error: Exception, directory: RunDir) -> Exception:
     """The error to report: for a file of the run with its remedy, for another OSError with its code location."""
-    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # network errors
+    # not network errors
+    if not isinstance(error, OSError) or isinstance(error, VesuviusError | ConnectionError | TimeoutError):
         return error
     named = error.filename if isinstance(error.filename, str) else ""
     # A failed write names no file: with a disk error it is assumed to be one of the run's.
     in_run = Path(named).absolute().is_relative_to(directory.path.absolute())
     if in_run if named else error.errno in _DISK_ERRNOS:
-        return StorageError(f"Cannot write to {directory.path}: {error}; free some space and continue with --resume")
+        remedy = f"{disk_remedy(error)} and continue with --resume"
+        return StorageError(f"Cannot write to {directory.path}: {error}; {remedy}")
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
     return VesuviusError(f"System error: {error}{where}")

@@ -53,7 +53,10 @@ def test_a_separate_file_gives_its_weights_in_float32(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_models_are_refused_with_the_key(checkpoints: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"training.init_from=nowhere does not exist; give a run directory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"init_from=nowhere is neither /.*/nowhere nor a run in /.*/runs; give",
+    ):
         read_initial_weights(Path("nowhere"))
     file = checkpoints / "step_00000001/model.safetensors"
     flip_a_byte(file)

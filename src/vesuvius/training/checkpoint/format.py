@@ -190,7 +190,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest
                 raise ConfigError(f"{path} has no checkpoint yet; wait for the first one (training.save_every)")
-        problem = "is not a run or checkpoint" if given.exists() else "does not exist"
+        nowhere = f"is neither {given.absolute()} nor a run in {runs_root().absolute()}"
+        problem = "is not a run or checkpoint" if given.exists() else nowhere
     raise ConfigError(
         f"{asked}={given} {problem}; give a run directory, a run's name in runs/, a checkpoint directory, or the "
         f"model.safetensors or state.pt in one, such as runs/NAME or runs/NAME/checkpoints/{BEST}"

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,8 +28,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vesuvius.config import TrainingConfig
-from vesuvius.errors import StorageError, one_line
+from vesuvius.errors import RunMovedError, StorageError, disk_remedy, one_line
 from vesuvius.runlog.files import directory_bytes, flush_to_disk
+from vesuvius.runlog.held import where
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
     BEST,
@@ -45,9 +47,7 @@ from vesuvius.training.checkpoint.format import (
 
 log = logging.getLogger(__name__)
 
-_REMEDY = (
-    "free some space: a running run saves again later, a finished one needs --resume; older checkpoints are intact"
-)
+_LATER = "a running run saves again later, a finished one needs --resume; older checkpoints are intact"
 _PARTIAL = ".partial-"  # incomplete
 _PRUNED = ".pruned-"  # being deleted
 
@@ -106,8 +106,12 @@ class CheckpointWriter:
     def _write(self, step: int) -> None:
         """Write the snapshot; runs on the writer's thread."""
         started = time.monotonic()
+        save = partial(save_checkpoint, self._directory, step, self._snapshot.state, self._config_yaml, self._training)
         try:
-            path = save_checkpoint(self._directory, step, self._snapshot.state, self._config_yaml, self._training)
+            try:
+                path = save()
+            except RunMovedError:  # meanwhile: again, where it is now
+                path = save()
         except StorageError as error:
             self._note_failure(step, error)
         else:
@@ -116,7 +120,7 @@ class CheckpointWriter:
             self.ended.append({"step": step, "seconds": seconds, "bytes": size, "saved_time": time.time()})
 
     def _note_failure(self, step: int, error: StorageError) -> None:
-        self._error = StorageError(str(error))  # a copy without frames, which would keep memory alive
+        self._error = type(error)(str(error))  # a copy without frames, which would keep memory alive
         self.ended.append({"step": step, "text": str(error)})
         log.error("%s", error)
 
@@ -185,32 +189,43 @@ def save_checkpoint(
 
     Raises StorageError: the disk is full or not writable; older checkpoints are untouched, and nothing is left behind.
     """
+    home, directory = directory, where(directory)
     final = directory / f"step_{step:08d}"
-    partial = directory / f"{_PARTIAL}{final.name}"
+    unfinished = directory / f"{_PARTIAL}{final.name}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         _clean_up(directory)
         # Each tensor's entry takes a few hundred bytes; the rest is plain data.
         needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
         if needed > (free := shutil.disk_usage(directory).free):  # others also write to this disk
             raise OSError(f"{-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free")
-        partial.mkdir()
-        _write_files(partial, step, state, config_yaml)
+        unfinished.mkdir()
+        _write_files(unfinished, step, state, config_yaml)
+        _check_place(home, directory)
         if final.exists():
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
-        partial.rename(final)
+        unfinished.rename(final)
         flush_to_disk(directory)
         flush_to_disk(directory.parent)  # the directory itself may be new
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"Cannot write checkpoint {final}: {type(error).__name__}: {error}; {_REMEDY}") from error
+        _check_place(home, directory)
+        remedy = f"{disk_remedy(error)}: {_LATER}"
+        raise StorageError(f"Cannot write checkpoint {final}: {type(error).__name__}: {error}; {remedy}") from error
     finally:
-        _clean_up(directory)
+        _clean_up(where(home))
+    directory = where(home)
     best_step = best["step"] if (best := state.get("best")) else None
     best_path = directory / f"step_{best_step or 0:08d}"
     if best_path.is_dir() and _linked_best(directory) != best_path.name:  # may lag behind after a kill
         _link_best(best_path)
     _prune(directory, step, training, best_step)
-    return final
+    return directory / final.name
+
+
+def _check_place(home: Path, directory: Path) -> None:
+    """Raises RunMovedError if the run directory was moved while a checkpoint was written."""
+    if (now := where(home)) != directory:
+        raise RunMovedError(f"{directory} was moved to {now} while a checkpoint was written there")
 
 
 def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:

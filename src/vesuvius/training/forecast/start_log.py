@@ -38,10 +38,10 @@ _SHARE_OF_CONVOLUTION = 0.5
 _MEASURED_S = 0.5
 
 
-def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) -> list[tuple[int, str]]:
+def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, existed: bool) -> list[tuple[int, str]]:
     """Log level and text of each line: checkpoint, changes since, warnings, data as read by `world` ranks, and network.
 
-    `lost`: the run existed, so a checkpoint is expected.
+    With `resume` of a run that `existed`, a checkpoint is expected.
     """
     info, warning, resumed, data = logging.INFO, logging.WARNING, checked.resumed, checked.data
     training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
@@ -56,8 +56,9 @@ def startup_lines(config: Config, checked: Preflight, world: int, lost: bool) ->
         lines += [(level, f"changed since the checkpoint: {line}") for level, line in drift]
         accepted = "accepted by --allow-drift (results before and after are not comparable)"
         lines += [(warning, f"{accepted}: {line}") for line in resumed.accepted]
-    elif lost:
-        lines.append((warning, f"no complete checkpoint in {checked.directory.checkpoints}: starting at step 0"))
+    elif resume:
+        found = f"no complete checkpoint in {checked.directory.checkpoints.absolute()}: starting at step 0"
+        lines.append((warning if existed else info, found))
     if checked.initial is not None:
         lines.append((info, f"starting from the weights of {checked.initial[1]}"))
     lines += [(warning, doubt) for doubt in config_warnings(config, data, world, usable_cores(os.getpid()))]
@@ -136,7 +137,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     yield f"run        {directory.path}, steps {steps}"
     done = checked.resumed.step if checked.resumed else 0
     checked = replace(checked, resident=plan_resident(config, checked.data, done))
-    lines = startup_lines(config, checked, world, resume and directory.exists())
+    lines = startup_lines(config, checked, world, resume, directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     left = max(config.stop_step - done, 0)
     plan = plan_run(config.with_training(max_steps=left or None), checked.data, vram_gib)

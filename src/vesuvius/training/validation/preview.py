@@ -19,6 +19,7 @@ from vesuvius.diffusion.estimate import Denoise, generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.files import write_atomically
+from vesuvius.runlog.held import where
 from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation.pictures import (
     MontageCell,
@@ -121,8 +122,9 @@ def make_preview(
     montage = draw_grid(cells, f"{config.name}, step {step}", scale, len(cells))
     textures = {"real": both["real"], name: both["generated"]}
     with_charts(montage, textures, reference.grey).save(png := io.BytesIO(), format="PNG")
-    (run / picture).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(run / picture, png.getvalue())
+    file = where(run / picture)
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, png.getvalue())
     record = {
         "picture": picture.as_posix(),
         "histogram": {"edges": HISTOGRAM_EDGES.tolist()} | {key: t.histogram.tolist() for key, t in both.items()},

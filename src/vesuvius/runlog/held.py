@@ -1,0 +1,76 @@
+"""The run directory that this process has locked, wherever it is now: others may move, replace or delete it.
+
+Its path is looked up again before each write that opens a file by name.  Open files follow a moved directory anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from vesuvius.errors import RunMovedError
+
+LOCK = ".lock"
+_held: list[tuple[Path, int]] = []
+"""Absolute path when it was locked, and the descriptor of its lock file."""
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors, as of a network mount, say nothing
+
+
+@contextmanager
+def holding(directory: Path, lock: int) -> Iterator[None]:
+    """Follow a directory while the context lasts; `lock` is the open `.lock` in it, whose inode identifies it."""
+    entry = (directory.absolute(), lock)
+    held = [entry] if _is_here(*entry) else []  # some FUSE file systems have no stable inodes
+    _held.extend(held)
+    try:
+        yield
+    finally:
+        for each in held:
+            _held.remove(each)
+
+
+def where(path: Path) -> Path:
+    """Return where a path of the held directory is now; other paths as they are.
+
+    Raises RunMovedError: the directory was deleted or replaced, and is nowhere to be found.
+    """
+    full = path.absolute()
+    for directory, lock in reversed(_held):
+        if full.is_relative_to(directory):
+            now = _now(directory, lock)
+            return path if now == directory else now / full.relative_to(directory)
+    return path
+
+
+def problem(directory: Path) -> str:
+    """Say if the held directory has been moved, deleted or replaced, with the remedy; '' if it is in its place."""
+    try:
+        now = where(directory)
+    except RunMovedError as error:
+        return str(error)
+    root = "" if now.parent == directory.absolute().parent else f" and VESUVIUS_RUNS={now.parent}"
+    moved = f"The run directory {directory.absolute()} was moved to {now}; continue there with --resume name={now.name}"
+    return "" if now == directory else f"{moved}{root}, or move it back"
+
+
+def _now(directory: Path, lock: int) -> Path:
+    if _is_here(directory, lock):
+        return directory
+    with suppress(OSError):
+        found = Path(os.readlink(f"/proc/self/fd/{lock}")).parent  # only on Linux
+        if found != directory and _is_here(found, lock):
+            return found
+    raise RunMovedError(
+        f"The run directory {directory} was deleted or replaced while the run was using it; nothing more can be saved "
+        "there: restore it, or start a new run"
+    )
+
+
+def _is_here(directory: Path, lock: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(directory / LOCK), os.fstat(lock))
+    except OSError as error:
+        return error.errno not in NOT_THERE
