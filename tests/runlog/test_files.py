@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,87 @@ def test_half_written_lines_are_completed_first_and_dropped_ones_counted(
     assert path.read_text().splitlines() == ["line 0", "line 1", "line 2", "line 3", "line 9"]
     (failing, working) = said(caplog)
     assert failing[0] == "ERROR"
-    assert "File too large; raise the limit on file sizes (`ulimit -f`); the next 3 lines are kept in memory" in failing[1]
+    assert (
+        "File too large; raise the limit on file sizes (`ulimit -f`); the next 3 lines are kept in memory" in failing[1]
+    )
     assert working == ("ERROR", f"{path} is writable again; 5 lines were lost")
     with pytest.raises(OSError, match="No such file or directory"):
         AppendFile(tmp_path / "nowhere" / "lines")
+
+
+def rotate(path: Path, descriptor: int) -> None:
+    path.replace(path.with_suffix(".1"))
+
+
+def rotate_and_create(path: Path, descriptor: int) -> None:
+    rotate(path, descriptor)
+    path.touch()
+
+
+def move_the_folder(path: Path, descriptor: int) -> None:
+    number = len(list(path.parent.parent.iterdir()))
+    path.parent.rename(path.parent.with_name(f"old {number}"))
+
+
+def close(path: Path, descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def reuse(path: Path, descriptor: int) -> None:
+    """The number of the closed descriptor is given to a file of other code."""
+    with path.with_name("foreign").open("wb") as file:
+        os.dup2(file.fileno(), descriptor)
+
+
+def fail_with_eio(path: Path, descriptor: int) -> None:
+    """A terminal whose other end has closed."""
+    master, terminal = os.openpty()
+    os.dup2(terminal, descriptor)
+    os.close(terminal)
+    os.close(master)
+
+
+CHANGES = [rotate, rotate_and_create, move_the_folder, close, reuse, fail_with_eio]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_no_line_is_lost_if_the_open_file_is_no_longer_that_of_its_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Path, int], None]
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "logs/lines"
+    path.parent.mkdir()
+    file = AppendFile(path)
+    for number in range(6):
+        if number in (2, 4):  # a second time, too
+            change(path, file._descriptor or 0)
+        file.write_line(f"line {number}")
+    file.close()
+    texts = [each.read_text() for each in tmp_path.rglob("*") if each.is_file() and each.name != "foreign"]
+    kept = sorted(line for text in texts for line in text.splitlines())
+    first = 2 if change in (rotate, rotate_and_create) else 0  # the second rotation replaces the first
+    assert kept == [f"line {number}" for number in range(first, 6)]
+    assert path.read_text().endswith("line 5\n")
+    assert all(each.read_bytes() == b"" for each in tmp_path.rglob("foreign"))
+    assert not [line for level, line in said(caplog) if level != "INFO"]
+
+
+def test_lines_wait_for_a_disk_to_come_back_and_one_written_in_part_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, away = tmp_path / "mnt/disk", tmp_path / "away"
+    disk.mkdir(parents=True)
+    file = AppendFile(disk / "lines")
+    file.write_line("line 0")
+    with no_file_beyond(10):
+        file.write_line("line 1")
+    disk.parent.rename(away)  # unmounted
+    file.write_line("line 2")
+    disk.mkdir(parents=True)  # another one is mounted in its place
+    file.write_line("line 3")
+    file.close()
+    assert (disk / "lines").read_text() == "line 1\nline 2\nline 3\n"
+    assert (away / "disk/lines").read_text() == "line 0\nlin"
 
 
 def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> None:

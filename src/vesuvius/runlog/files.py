@@ -136,10 +136,10 @@ class AppendFile:
         path, before = where(self._path), self._descriptor
         if before is not None:
             path.parent.mkdir(exist_ok=True)
-        is_torn = _is_torn(path)
+        is_torn, closes = _is_torn(path), before is not None and self._is_own(before)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if before is not None:
-            if self._is_own(before):
+            if closes:
                 with suppress(OSError):
                     os.close(before)
             if self._is_own(descriptor):  # the same file: a line written in part is completed

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.runlog.files import AsyncWriter
+from vesuvius.runlog.held import where
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact, redacted
 from vesuvius.runlog.units import GIB
@@ -118,11 +119,12 @@ class TensorBoard:
 
             if record["kind"] == "run_start":
                 self._purge_step = record["step"] + 1
-            self._directory.mkdir(exist_ok=True)
-            # Its package opens the file by name for each write: by descriptor, as the run directory may be moved.
-            self._descriptor = os.open(self._directory, os.O_RDONLY)
-            by_descriptor = Path(f"/proc/self/fd/{self._descriptor}")
-            directory = by_descriptor if by_descriptor.exists() else self._directory
+            directory = where(self._directory)
+            directory.mkdir(exist_ok=True)
+            # Its package opens the file by name for each write, although the run directory may be moved.
+            self._descriptor = os.open(directory, os.O_RDONLY)
+            if (followed := Path(f"/proc/self/fd/{self._descriptor}")).exists():  # not on macOS
+                directory = followed
             self._writer = SummaryWriter(directory, purge_step=self._purge_step, flush_secs=_FLUSH_S)
         writer, at = self._writer, {"global_step": record.get("step") or 0, "walltime": record["time"]}
         for tag, value in figures.items():
