@@ -86,7 +86,7 @@ class NormalizeConfig(Section):
 
 
 class ValidationConfig(Section):
-    """The held-out part of every volume: a slab across one axis."""
+    """The held-out part of every volume: a slab across one axis, the same for all entries of one array."""
 
     fraction: float = Field(
         default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"

@@ -45,7 +45,7 @@ from vesuvius.generate.sample_zarr import (
     to_grey_values,
 )
 from vesuvius.loader.intensity import intensity_scales, normalised
-from vesuvius.plan.make_plan import split_volume
+from vesuvius.plan.make_plan import Split, split_volume
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
@@ -201,7 +201,8 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         volume = facts.volumes[volume_index]
         shape = volume.shape_zyx or covered_shape(self.volume.shape_zyx, volume.condition_factors)
         self._alignment = Alignment(shape, self.volume.shape_zyx, volume.condition_factors, volume.condition_offsets)
-        split = split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
+        split = Split(volume.train, volume.validation) if volume.train else None
+        split = split or split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
         self._box = split.validation or split.train
         self._labels = config.labels
         low, high = (min(self._labels), max(self._labels)) if self._labels else (0, 0)

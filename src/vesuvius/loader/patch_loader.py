@@ -54,7 +54,7 @@ class PatchLoader(Iterable[PatchBatch]):
         normalize: True = map the 0.5th and 99.5th percentile of each volume linearly to -1 and +1, without clipping;
             (low, high) = map these instead; False = intensities as stored.
         augment: mirror and rotate patches at random, labels with them; rotation needs y = x.
-        validation_fraction: share of each volume that no patch touches: `validation_boxes`.
+        validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
         rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed, if initialized.
         length: batches per epoch and rank: what `len` returns and a `for` loop yields; None = endless.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from vesuvius.plan.cells import cells_of_region_size, lay_cells, patches_of
 from vesuvius.plan.foreground import qualifying_starts
 from vesuvius.plan.order import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
+from vesuvius.volumes.alignment import Alignment
 from vesuvius.volumes.box import Box, format_box, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
@@ -71,6 +74,69 @@ def split_volume(
         train=(box[0], _replace(box[1], axis, box[0][axis] + train_stop)),
         validation=(_replace(box[0], axis, box[1][axis] - held_out), box[1]),
     )
+
+
+def split_shared(
+    names: Sequence[str], boxes: Sequence[Box], grids: Sequence[Alignment], patch_zyx: Triple, config: ValidationConfig
+) -> list[Split]:
+    """Hold out one slab of the voxels that several volumes share, across all of them.
+
+    Each volume, with a box to split, has its own grid, aligned with that of the first.  It trains on the larger side of
+    the slab, a gap away, and validates on what the slab has of its box, if that is a patch.  If all boxes are the same,
+    so is the split of `split_volume`.  Otherwise the slab lies at an end of one of the boxes, or of all together, where
+    most volumes can be validated; of these, where the most affected volume keeps most.
+
+    Raises DataError: a box is smaller than a patch, or some volume would have no training patch wherever the slab is.
+    """
+    for name, box, grid in zip(names, boxes, grids, strict=True):
+        split_volume(name, grid.array_zyx, patch_zyx, ValidationConfig(fraction=0), box)
+    if len({(box, grid.factors, grid.offsets) for box, grid in zip(boxes, grids, strict=True)}) == 1:
+        return [split_volume(names[0], grids[0].array_zyx, patch_zyx, config, boxes[0])] * len(boxes)
+    spans = [
+        [
+            (offset + factor * lo, offset + factor * hi)
+            for lo, hi, offset, factor in zip(*box, grid.offsets, grid.factors, strict=True)
+        ]
+        for box, grid in zip(boxes, grids, strict=True)
+    ]
+    hull = [(min(lo for lo, _ in ends), max(hi for _, hi in ends)) for ends in zip(*spans, strict=True)]
+    axes = sorted(range(3), key=lambda a: (hull[a][0] - hull[a][1]) / patch_zyx[a])
+    best, most = None, (0, Fraction(0))
+    for ends, axis, at_end in itertools.product((hull, *spans), axes, (True, False)):
+        lo, hi = ends[axis]
+        # a voxel more than the patch of another level, whose voxels may begin in between
+        patch = max(
+            patch_zyx[axis] * f if f == 1 else (patch_zyx[axis] + 1) * f for f in (g.factors[axis] for g in grids)
+        )
+        held_out = max(math.ceil(config.fraction * (hi - lo)), math.ceil(patch))
+        slab = (hi - held_out, hi) if at_end else (lo, lo + held_out)
+        splits = [_around(slab, axis, box, grid, patch_zyx, config) for box, grid in zip(boxes, grids, strict=True)]
+        sizes = [(shape_of(split.train)[axis], shape_of(box)[axis]) for split, box in zip(splits, boxes, strict=True)]
+        worth = sum(split.validation is not None for split in splits), min(Fraction(*size) for size in sizes)
+        if worth > most and min(size for size, _ in sizes) >= patch_zyx[axis]:
+            best, most = splits, worth
+    if best is None:
+        raise DataError(
+            f"No slab can be held out of the voxels that {' and '.join(dict.fromkeys(names))} share that leaves each "
+            f"entry of data.volumes a training patch of {patch_zyx}; reduce data.patch_size or data.validation.gap, or "
+            "set data.validation.fraction=0"
+        )
+    return best
+
+
+def _around(
+    slab: tuple[Fraction, Fraction], axis: int, box: Box, grid: Alignment, patch_zyx: Triple, config: ValidationConfig
+) -> Split:
+    """Split a box at a slab, which is given on the grid of another volume; the training box may be empty."""
+    start, stop = ((edge - grid.offsets[axis]) / grid.factors[axis] for edge in slab)
+    (lo, hi), patch = (box[0][axis], box[1][axis]), patch_zyx[axis]
+    gap = math.ceil(config.gap * patch)
+    below, above = min(math.floor(start) - gap, hi), max(math.ceil(stop) + gap, lo)
+    before = _replace(box[1], axis, max(below, lo))
+    train = (box[0], before) if below - lo >= hi - above else (_replace(box[0], axis, min(above, hi)), box[1])
+    first, last = max(math.ceil(start), lo), min(math.floor(stop), hi)
+    held_out = _replace(box[0], axis, first), _replace(box[1], axis, last)
+    return Split(train, held_out if last - first >= patch else None)
 
 
 def _replace(zyx: Triple, axis: int, value: int) -> Triple:

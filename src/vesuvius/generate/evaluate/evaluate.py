@@ -22,6 +22,7 @@ from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compa
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
+from vesuvius.plan.make_plan import Split
 from vesuvius.report.curves import COLOURS, Chart, banded, chart
 from vesuvius.report.page import (
     FAIL,
@@ -97,7 +98,8 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     config = info.config
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
     facts, grey = info.data.volumes[asked.volume_index], info.data.greys.volumes[asked.volume_index]
-    source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype))
+    splits = [Split(volume.train, volume.validation) for volume in info.data.volumes if volume.train]
+    source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype), splits or None)
     place_of = 0 if number is not None else asked.volume_index  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
     patch, count, found = config.data.patch_size, asked.count, None

@@ -25,6 +25,7 @@ from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.plan.make_plan import Split
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
@@ -98,6 +99,7 @@ class RealSource:
         volume_index: int | None,
         greys: Sequence[IntensityRange],
         generated: tuple[IntensityRange, np.dtype[Any]],
+        splits: Sequence[Split] | None = None,
     ) -> None:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
@@ -107,8 +109,9 @@ class RealSource:
         if volume_index is not None:
             config = config.model_copy(update={"volumes": (config.volumes[volume_index],)})
             greys = [greys[volume_index]]
+            splits = splits and [splits[volume_index]]
         self.config, self.stored_as, self._scales = config, generated, intensity_scales(greys)
-        self.data: PreparedData = prepare_data(seed, config)
+        self.data: PreparedData = prepare_data(seed, config, splits=splits)
 
     def read(self, count: int) -> RealPatches:
         """Read `count` patches of each kind.  Raises DataError."""

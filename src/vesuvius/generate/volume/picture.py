@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 from PIL.PngImagePlugin import PngInfo
 
-from vesuvius.config import ArrayConfig, DataConfig, Triple
+from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.loader.intensity import intensity_scales, normalised
-from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -33,7 +32,7 @@ from vesuvius.training.validation.pictures import (
 )
 from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.record import partial_path
-from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
+from vesuvius.volumes.box import box_along, box_at, shape_of, slices, times, triple
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
@@ -118,7 +117,10 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]
     assert spec.condition is not None
-    box = held_out_box(data, most_zyx)
+    held_out = info.data.volumes[0].validation
+    assert held_out is not None
+    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
+    box = box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
     with closing(open_volume(spec.condition, data.store)) as volume:
         labels = volume.read(box)
     given = InputConfig(condition=spec.condition, box=box)
@@ -151,12 +153,3 @@ def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
     """The patches of a volume that lie next to each other, partial ones left out."""
     grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
     return [voxels[slices(box_at(times(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
-
-
-def held_out_box(data: DataConfig, most_zyx: Triple) -> Box:
-    """The middle of the held-out part of the first volume, at most of this size.  Reads its metadata."""
-    with closing(open_volume(data.volumes[0], data.store)) as volume:
-        held_out = split_volume(volume.name, volume.shape_zyx, data.patch_size, data.validation).validation
-    assert held_out is not None
-    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
-    return box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))

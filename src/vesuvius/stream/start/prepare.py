@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.make_plan import Split, make_plan, plan_volume, split_volume
+from vesuvius.plan.make_plan import Split, make_plan, plan_volume
 from vesuvius.plan.plan import Plan
 from vesuvius.runlog.progress import Progress, with_progress
 from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.start.split import split_volumes
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -199,10 +200,13 @@ class PreparedData:
         }
 
 
-def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
+def prepare_data(
+    seed: int, config: DataConfig, rank: int = 0, world: int = 1, splits: Sequence[Split] | None = None
+) -> PreparedData:
     """Open and check all volumes and make the plan.
 
-    Reads metadata; with `data.min_foreground` also the source of the foreground map.
+    Reads metadata; with `data.min_foreground` also the source of the foreground map.  `splits` are those of an earlier
+    run that had more volumes.
 
     Raises DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
     """
@@ -216,7 +220,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
-    within, splits, planned = [], [], []
+    within, maps = [], []
     for index, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
         foreground = foreground_map(volume, spec, config)
         volume.missing.listed = foreground.stored(volume.chunk_zyx) if foreground else None
@@ -224,21 +228,23 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         if conditions:
             box = intersection(box, log_alignment(volume, conditions[index], "the condition").covered)
         within.append(box)
-        splits.append(split_volume(volume.name, volume.shape_zyx, config.patch_size, config.validation, box))
-        planned.append(
-            plan_volume(
-                volume.name,
-                splits[-1],
-                volume.shape_zyx,
-                volume.chunk_zyx,
-                volume.dtype.name,
-                spec.weight,
-                config,
-                voxel_bytes=voxel_bytes,
-                foreground=foreground,
-                min_foreground=config.min_foreground_of(spec),
-            )
+        maps.append(foreground)
+    splits = splits or split_volumes(volumes, within, config.patch_size, config.validation)
+    planned = [
+        plan_volume(
+            volume.name,
+            split,
+            volume.shape_zyx,
+            volume.chunk_zyx,
+            volume.dtype.name,
+            spec.weight,
+            config,
+            voxel_bytes=voxel_bytes,
+            foreground=foreground,
+            min_foreground=config.min_foreground_of(spec),
         )
+        for spec, volume, split, foreground in zip(config.volumes, volumes, splits, maps, strict=True)
+    ]
     plan = make_plan(seed, config, planned)
     job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world=world)
     return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)

@@ -141,10 +141,14 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         other = "draws other samples; use the version that started the run"
         return [f"{_PLAN_VERSION}was {before['version']}, is {now['version']} (this version of vesuvius {other})"]
 
-    why = " (the mask, its level or the set of stored chunks has changed since the run began)"
+    whys = {
+        ".foreground:": " (the mask, its level, the set of stored chunks, or how vesuvius counts it has changed)",
+        ".train:": " (the volume, its labels or mask has changed, or the run is of a version that did not hold the "
+        "same slab out of all entries of one array)",
+    }
     named = [{f"volumes[{n}]": volume for n, volume in enumerate(plan["volumes"])} for plan in (before, now)]
     lines = differences(flatten(before | {"volumes": None} | named[0]), flatten(now | {"volumes": None} | named[1]))
-    return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
+    return [f"plan.{line}{''.join(why for key, why in whys.items() if key in line)}" for line in lines]
 
 
 def restore(resumed: ResumePoint, step: TrainStep, device: torch.device) -> Progress:

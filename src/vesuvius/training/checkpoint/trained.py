@@ -42,6 +42,7 @@ from vesuvius.volumes.geometry import FloatTriple
 
 _LAST_WEIGHTS = "model"
 _ALIGNMENT = ("condition_factors", "condition_offsets")
+_LATER = ("train", "validation")  # added to the format
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class TrainedVolume:
     condition_factors: Fractions = ONES
     condition_offsets: Fractions = ZEROS
     within: Box | None = None  # the box that is split, as in `PreparedData`; None = all
+    # train, validation: the split; None in checkpoints of earlier versions
+    train: Box | None = None
+    validation: Box | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +97,8 @@ class DataFacts:
         volumes = []
         try:
             for stored in state["volumes"]:
-                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
+                known = {key.name: stored[key.name] for key in fields(TrainedVolume) if key.name not in _LATER}
+                known |= {key: stored.get(key) for key in _LATER}
                 known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
             greys, conditions = (
@@ -112,8 +117,10 @@ def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     kind: Kind = "condition" if data.conditions else "volume"
     alignments = [data.array(kind, number)[1] for number in range(len(data.volumes))]
     return tuple(
-        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, within)
-        for v, found, within in zip(data.volumes, alignments, data.within, strict=True)
+        TrainedVolume(
+            v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, within, **vars(split)
+        )
+        for v, found, within, split in zip(data.volumes, alignments, data.within, data.splits, strict=True)
     )
 
 
