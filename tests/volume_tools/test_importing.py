@@ -87,6 +87,31 @@ def tiff_pages(**options: Any) -> Any:
     return write
 
 
+def tiff_series(metadata: Any = None, *starts: int, **options: Any) -> Any:
+    """Slices, or blocks of slices that begin at `starts`, each appended to the file as an image of its own."""
+
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+
+        for block in np.split(voxels, starts) if starts else voxels:
+            tifffile.imwrite(folder / "v.tif", block, append=True, metadata=metadata, **options)
+        return str(folder / "v.tif")
+
+    return write
+
+
+def colour_slices(planarconfig: str) -> Any:
+    def write(folder: Path, voxels: Voxels) -> str:
+        import tifffile
+
+        (folder / "scan").mkdir()
+        for z, page in enumerate(map(others(2 if planarconfig == "contig" else 0), voxels)):
+            tifffile.imwrite(folder / f"scan/s_{z}.tif", page, photometric="rgb", planarconfig=planarconfig)
+        return str(folder / "scan")
+
+    return write
+
+
 def ome_files(count: int) -> Any:
     """An OME-TIFF of `count` files, opened by the last one, or by the folder if each file is one slice."""
 
@@ -255,6 +280,26 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         tiff("v.tif", others(3), photometric="rgb", compression="lzw"),
         {"dtype": "uint8", "select": (1,)},
     ),
+    "slices as channels of ome-tiff": (tiff("v.ome.tif", ome=True, metadata={"axes": "CYX"}), {}),
+    "slices as channels of imagej": (tiff(imagej=True, metadata={"axes": "CYX"}), {}),
+    "slices as planes": (tiff(photometric="minisblack", planarconfig="separate", compression="lzw"), {}),
+    "slices as samples": (
+        tiff(like=lambda v: np.moveaxis(v, 0, -1).copy(), photometric="minisblack", planarconfig="contig"),
+        {},
+    ),
+    "channels of ome-tiff with one time": (
+        tiff("v.ome.tif", lambda v: v[None], ome=True, metadata={"axes": "TCYX"}),
+        {},
+    ),
+    "4D, first axis 1": (tiff(like=lambda v: v[None]), {}),
+    "4D, second axis 1": (tiff(like=lambda v: v[:, None], compression="zlib"), {}),
+    "4D": (tiff(like=others(0)), {"select": (1,)}),
+    "slices, appended": (tiff_series(), {}),
+    "slices, appended, zlib": (tiff_series(compression="zlib"), {}),
+    "blocks, appended": (tiff_series(None, 10, 30), {}),
+    "named axes": (tiff(like=lambda v: v.T.copy(), metadata={"axes": "XYZ"}, compression="zlib"), {}),
+    "colour slices": (colour_slices("contig"), {"dtype": "uint8", "select": (1,)}),
+    "colour slices, planar": (colour_slices("separate"), {"dtype": "uint8", "select": (1,)}),
     "slices, lzw": (slices(".TIFF", compression="lzw"), {}),
     "slices, a strange tag": (strange_tags, {}),
     "png": (slices(".png"), {}),
@@ -497,6 +542,15 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
     return damage
 
 
+def flip(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 8
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
 def over(writer: Any) -> Callable[[Path], None]:
     """Replace one of the slices."""
 
@@ -558,8 +612,14 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "nrrd gzip cut": (nrrd(encoding="gzip"), cut("v.nrrd", 0.9), "EOFError|Error -"),
     "hdf5 cut": (hdf5(), cut("v.h5", 0.9), "OSError: .*truncated file.*; copy it again"),
     "a lzw slice cut": (slices(".tif", compression="lzw"), cut("scan/s_20.tif", 0.9), CUT),
-    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"scan: slice 12: OSError: .*truncated"),
-    "no tiff at all": (slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), "TiffFileError"),
+    "a png cut": (slices(".png"), cut("scan/s_20.png", 0.9), r"scan/s_20.png: OSError: .*[Tt]runcated"),
+    "a png without its end": (slices(".png"), cut("scan/s_20.png", 0.997), r"scan/s_20.png: \w+Error"),
+    "a bit of a png": (slices(".png"), flip("scan/s_20.png"), r"scan/s_20.png: SyntaxError: .*checksum"),
+    "a bit of a slice": (slices(".tif", compression="zlib"), flip("scan/s_20.tif"), r"scan/s_20.tif: .*BAD_DATA"),
+    "no tiff at all": (
+        slices(".tif"), lambda folder: (folder / "scan/s_20.tif").write_text("a"), r"scan/s_20.tif: TiffFileError"
+    ),
+    "an empty slice": (slices(".png"), cut("scan/s_20.png", 0), r"scan/s_20.png: it is empty"),
     "a slice of another shape": (
         slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, but s_8.tif has 52x71 uint16"
     ),
@@ -571,7 +631,13 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         slices(".tif"), lambda folder: (folder / "scan/s_20.tif").rename(folder / "scan/s_20.png"), "has .png and .tif"
     ),
     "no slices": (slices(".jp2", photometric="minisblack"), None, "it has no .tif, .tiff, .png files"),
-    "images of two shapes": (two_images, None, r"differ in shape or dtype \(37x52x71 uint16, 9x71"),
+    "images of two shapes": (two_images, None, r"several images \(IYX 37x52x71 uint16, YX 9x71 uint16\), not slices"),
+    "two stacks with names": (
+        tiff_series({"axes": "ZYX"}, 20), None, r"several images \(ZYX 20x52x71 uint16, ZYX 17x52x71 uint16\), not"
+    ),
+    "two stacks in a 4D array": (
+        tiff("v.tif", lambda v: np.stack([v, v])), None, "axes QZYX of shape 2x37x52x71; .*, e.g. --select 0$"
+    ),
     "channels": (tiff("v.ome.tif", others(0), ome=True, metadata={"axes": "CZYX"}), None, "CZYX .*, e.g. --select 0$"),
     "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*, e.g. --select 0$"),
     "complex": (npy(lambda voxels: voxels.astype("c8")), None, "voxels are complex64, not bool"),
@@ -637,8 +703,9 @@ IRREGULAR = {
     ("s2", "s4", "s6", "s10"): "slice 8 is missing between s6.tif and s10.tif",
     ("s01", "s1", "s2"): "slice 1 occurs twice: s01.tif and s1.tif",
     ("s01", "s1"): "slice 1 occurs twice: s01.tif and s1.tif",
-    ("a1", "a2", "b2"): "a2.tif and b2.tif belong to different stacks",
-    ("top", "bottom"): "bottom.tif and top.tif belong to different stacks",
+    ("a1", "a2", "b2"): "b2.tif is not named like the other slices, 2 of them like a1.tif",
+    ("s1", "s2", "s2_mask", "s3"): "s2_mask.tif is not named like the other slices, 3 of them like s1.tif",
+    ("a_preview", "s1", "s2"): "a_preview.tif is not named like the other slices, 2 of them like s1.tif",
     ("s10", "s20", "s30", "s35"): "s30.tif and s35.tif differ by 5, other slices by 10",
 }
 
@@ -650,3 +717,38 @@ def test_irregular_slice_numbers_name_the_missing_or_duplicate_slice(tmp_path: P
     with pytest.raises(DataError) as error:
         open_folder(tmp_path)
     assert f": {IRREGULAR[names]}; " in str(error.value)
+
+
+BAD_SIZES: dict[str, Any] = {
+    **{f"ome {size!r}": tiff("v.ome.tif", ome=True, metadata=OME["metadata"] | {"PhysicalSizeX": size})
+       for size in ("", "0", "NaN", "-1", "list")},
+    **{f"imagej {spacing!r}": tiff(
+        imagej=True, metadata={"axes": "ZYX", "unit": "um", "spacing": spacing}, resolution=(2.0, 4.0))
+       for spacing in ("", 0.0, float("nan"), [1.0, 2.0], -1.0)},
+    "imagej, resolution 0": tiff(imagej=True, metadata={"axes": "ZYX", "unit": "um"}, resolution=(0, 4.0)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", BAD_SIZES)
+def test_a_voxel_size_of_a_tiff_that_cannot_be_used_is_a_warning(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = BAD_SIZES[case](tmp_path, scan())
+    for number, options in enumerate(([], ["--voxel-size-um=8,7,6"])):
+        out = f"{tmp_path}/{number}.zarr"
+        assert volume.main(["import", source, out, *options]) == 0
+        (warning,) = (line for line in capsys.readouterr().err.splitlines() if "WARNING" in line)
+        assert "cannot be used" in warning
+        assert open_volume(ArrayConfig(path=out)).voxel_size_um == ((8, 7, 6) if options else None)
+    np.testing.assert_array_equal(imported(tmp_path / "0.zarr"), scan())
+
+
+@pytest.mark.usefixtures("small")
+def test_units_per_axis_are_kept(tmp_path: Path) -> None:
+    about = {"axes": "ZYX", "unit": "um", "yunit": "mm", "zunit": "nm", "spacing": 3.0}
+    source = tiff(imagej=True, metadata=about, resolution=(2.0, 4.0))(tmp_path, scan())
+    import_volume(ImportRequest(source, tmp_path / "out.zarr"))
+    geometry = open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr")).geometry
+    assert geometry is not None
+    assert (geometry.scale_zyx, geometry.units_zyx) == ((3, 0.25, 0.5), ("nanometer", MM, UM))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import logging
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import VOXELS, Geometry, has_color_last, unit_name
@@ -120,6 +122,22 @@ def check_length(file: Path, due: int, exact: bool = False) -> None:
 def refuse(path: object, problem: str, remedy: str) -> DataError:
     """The error for a scan that cannot be imported."""
     return DataError(f"Cannot import {path}: {problem}; {remedy}")
+
+
+@contextmanager
+def library_errors(path: str, where: str = "") -> Iterator[None]:
+    """Raise any error of a library as a DataError."""
+    try:
+        yield
+    except VesuviusError:
+        raise
+    except Exception as error:
+        text, remedy = one_line(error), "copy it again if it is damaged, or convert it to TIFF"
+        if isinstance(error, FileNotFoundError):
+            remedy = "correct the path"
+        elif isinstance(error, ImportError) or re.search("imagecodecs|filter", text):
+            remedy = "pip install 'vesuvius-diffusion[import]' hdf5plugin"
+        raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error
 
 
 def describe(shape: Sequence[int], dtype: object) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.sources import containers, files, medical, slices
-from vesuvius.volume_tools.sources.files import Stored, refuse
+from vesuvius.volume_tools.sources.files import Stored, library_errors, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
 
@@ -38,7 +36,7 @@ def open_source(
     """
     head, _, inside = path.rpartition(":")
     file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
-    with _library_errors(path):
+    with library_errors(path):
         stored = files.open_raw(file, shape, dtype) if shape and dtype is not None else _opened(file, inside)
     if stored.dtype.kind not in "buif" or stored.dtype.itemsize > 8:
         problem = f"its voxels are {stored.dtype}, not bool, integers or floats of up to 8 bytes"
@@ -46,12 +44,12 @@ def open_source(
     axes, native = _axes(stored, select, path), stored.dtype.newbyteorder("=")
 
     def get(index: tuple[slice, ...]) -> NDArray[Any]:
-        with _library_errors(path, f"slice {index[0].start}: "):
+        with library_errors(path, f"slice {index[0].start}: "):
             voxels = np.asarray(stored.get(axes.stored(index, axes.select)))
             return axes.to_zyx(voxels).astype(native, copy=False)
 
     def finish() -> None:
-        with _library_errors(path):
+        with library_errors(path):
             stored.finish()
 
     shape, unit = axes.zyx_of(stored.shape), axes.zyx_of(stored.unit)
@@ -70,22 +68,6 @@ def _opened(file: Path, inside: str) -> Stored:
         f"Cannot import {file}: it is not a folder of slices, and its name does not end in .tif, .h5, .nii, .nii.gz, "
         ".nrrd, .nhdr or .npy; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
     )
-
-
-@contextmanager
-def _library_errors(path: str, where: str = "") -> Iterator[None]:
-    """Raise any error of a library as a DataError."""
-    try:
-        yield
-    except VesuviusError:
-        raise
-    except Exception as error:
-        text, remedy = one_line(error), "copy it again if it is damaged, or convert it to TIFF"
-        if isinstance(error, FileNotFoundError):
-            remedy = "correct the path"
-        elif isinstance(error, ImportError) or re.search("imagecodecs|filter", text):
-            remedy = "pip install 'vesuvius-diffusion[import]' hdf5plugin"
-        raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error
 
 
 def _axes(stored: Stored, select: tuple[int, ...], path: str) -> Axes:
