@@ -35,6 +35,19 @@ def test_a_terminal_is_watched_until_ctrl_c_without_an_error(tmp_path: Path) -> 
     assert "interrupted" not in text
 
 
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_watch_ends_once_its_pipe_is_closed(tmp_path: Path, arguments: list[str]) -> None:
+    with trainer(tmp_path / "runs/tiny"):
+        command = memcheck_command("tiny", "--watch", "0.1", *arguments)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as watching:
+            assert watching.stdout is not None
+            assert watching.stderr is not None
+            assert watching.stdout.readline()
+            watching.stdout.close()
+            assert watching.stderr.read() == b""
+    assert watching.returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

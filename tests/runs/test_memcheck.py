@@ -8,7 +8,7 @@ import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.support.memcheck_runs import (
     trainer,
 )
 from vesuvius.monitor.memory.limits import MemoryPolicy
-from vesuvius.monitor.post_mortem import Death, append_death
+from vesuvius.monitor.post_mortem import Cause, Death, append_death
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import begin_session, end_session, read_session
 from vesuvius.monitor.verdict import judge
@@ -78,10 +78,10 @@ def test_a_watch_of_a_leaking_run_turns_critical_and_ends_with_the_run(tmp_path:
             assert (found["exit_code"], bool(HYGIENE.search(found["reason"]))) == (11, True)
             process.kill()
             last = json.loads(watching.stdout.read().splitlines()[-1])
-    assert (last["state"], watching.returncode) == ("killed", 12)
+    assert (last["state"], last["kills"], watching.returncode) == ("died", [], 10), "memory ran out nowhere"
 
 
-def test_a_killed_run_is_recognised_and_its_last_minute_shown(tmp_path: Path) -> None:
+def test_a_run_killed_by_hand_is_dead_but_no_oom_kill_and_its_last_minute_is_shown(tmp_path: Path) -> None:
     directory = tmp_path / "runs/tiny"
     with trainer(directory) as process:
         begin = time.time()
@@ -94,17 +94,32 @@ def test_a_killed_run_is_recognised_and_its_last_minute_shown(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
     done = run_memcheck("tiny", "--json", cwd=tmp_path)
     found = found_in(done)
-    assert (done.returncode, found["state"], found["level"]) == (12, "killed", None)
+    assert (done.returncode, found["state"], found["level"]) == (10, "died", None)
     assert part(found, "total")["now_bytes"] == 302 * MIB
     assert part(found, "others")["now_bytes"] == 22 * MIB
-    assert found["kills"]
+    assert (found["kills"], len(found["deaths"])) == ([], 1)
     table = run_memcheck("tiny", cwd=tmp_path).stdout
     assert "last GiB" in table
+    assert "OOM kill" not in table
     assert HYGIENE.search(table)
     post_mortem = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
-    assert post_mortem.returncode == 12
+    assert post_mortem.returncode == 10
     assert f"(pid {process.pid}) was killed" in post_mortem.stdout
     assert not (directory / "post_mortem.jsonl").exists(), "memcheck only reads"
+
+
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_a_death_is_an_oom_kill_only_if_memory_ran_out(tmp_path: Path, cause: Cause) -> None:
+    """A crash, kill -9, a power cut and an unknown end are deaths of their own cause."""
+    code = {"cgroup": 12, "machine": 12, "ray": 12, "gpu": 12, "guard": 0}.get(cause, 10)
+    with trainer(tmp_path / "runs/tiny"):
+        append_death(tmp_path / "runs/tiny/post_mortem.jsonl", death(cause=cause))
+        found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+        table = run_memcheck("tiny", cwd=tmp_path).stdout
+        post_mortem = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
+    assert (found["exit_code"], len(found["kills"]), len(found["deaths"])) == (code, code == 12, code == 10)
+    assert ("OOM kill" in table) == (code == 12)
+    assert post_mortem.returncode == (code or 11), "the guard's own end"
 
 
 def test_a_run_that_ended_normally_is_not_a_kill(tmp_path: Path) -> None:

@@ -156,21 +156,23 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         close_logs()
 
 
-def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
+def say(text: str, end: str = "\n", *, exact: bool = False) -> bool:
     """Print a command's output without secrets.  A closed pipe (`| head`) or terminal is not an error.
 
-    With `exact`, secrets are kept: the output is read back.  Raises StorageError if it is a file on a full disk.
+    Returns whether the output still has a reader: a command that prints for ever ends without one.  With `exact`,
+    secrets are kept: the output is read back.  Raises StorageError if it is a file on a full disk.
     """
     if sys.stdout is None:  # closed when the process started
-        return
+        return False
     try:
         print(text if exact else redact(text), end=end, flush=True)
     except OSError as error:
         lost = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_lost_terminal(sys.stdout))
         silence(sys.stdout)  # otherwise Python flushes it again at exit
         if lost:
-            return
+            return False
         raise StorageError(f"Cannot write the output: {error}; free some space or write it elsewhere") from error
+    return True
 
 
 # ---- arguments

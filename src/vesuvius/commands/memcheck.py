@@ -10,12 +10,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, positive_number, say
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_OK
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
 from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector, machine_inspector
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
@@ -45,7 +45,8 @@ def _parser() -> Parser:
         prog="vesuvius memcheck",
         description="Show the memory of a run, its limits, and how close it is to them; without a run, those of the "
         "machine.  Reads only; the run may be dead.",
-        epilog="exit codes: 0 ok, 10 warn, 11 critical or stopped by the memory guard, 12 killed, 13 run not found",
+        epilog="exit codes: 0 ok, 10 warn, hung or died of another cause, 11 critical or stopped by the memory guard, "
+        "12 an OOM kill, 13 run not found",
         examples=("vesuvius memcheck demo --watch 2", "vesuvius memcheck demo --post-mortem"),
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, or the name of a run below runs/")
@@ -76,8 +77,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
             while True:
                 next_s = time.monotonic() + (args.watch or _EVERY_S)
                 found = inspect()
-                show(found)
-                if not goes_on or found.state in ("ended", "killed"):
+                if not show(found) or not goes_on or found.state in ("ended", "died"):
                     return found.exit_code
                 time.sleep(max(next_s - time.monotonic(), 0.0))
     except KeyboardInterrupt:  # the usual end of a watch
@@ -87,8 +87,9 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], None]]:
-    """Yield a function that shows an inspection: as a line of JSON, as a live table, or as tables one below another."""
+def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], bool]]:
+    """Yield a function that shows an inspection, as a line of JSON, a live table, or tables one below another, and
+    returns whether anybody reads it."""
     if as_lines_of_json:
         yield lambda found: say(json.dumps(found.as_json()))
         return
@@ -98,18 +99,19 @@ def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection
     from vesuvius.monitor.memcheck.memory_table import memory_table
 
     console = Console(highlight=False)
-    if live:
-        with Live(console=console, auto_refresh=False) as live_table:
-            yield lambda found: live_table.update(memory_table(found), refresh=True)
-        return
+    live_table = Live(console=console, auto_refresh=False)
 
-    def show(found: Inspection) -> None:
+    def show(found: Inspection) -> bool:
         """Print by `say`, which handles closed pipes."""
+        if live:
+            live_table.update(memory_table(found), refresh=True)
+            return True
         with console.capture() as captured:
             console.print(memory_table(found))
-        say("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+        return say("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
 
-    yield show
+    with live_table if live else nullcontext():
+        yield show
 
 
 def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
@@ -120,6 +122,8 @@ def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
         texts = ["\n".join(death_lines(death)) for death in deaths]
         say("\n\n".join(texts) or f"run {run.name}: no deaths recorded")
     recent = [death for death in deaths if session is None or is_of_session(death, session)]
-    if any(death.cause != "guard" for death in recent):
+    if any(death.is_for_memory for death in recent):
         return EXIT_MEMORY_KILL
-    return EXIT_MEMORY_CRITICAL if recent else EXIT_OK
+    if any(death.cause == "guard" for death in recent):
+        return EXIT_MEMORY_CRITICAL
+    return EXIT_MEMORY_WARN if recent else EXIT_OK

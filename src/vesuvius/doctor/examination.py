@@ -198,7 +198,7 @@ def check_gpus(config: Config | None) -> Finding:
         with Gpus(within_s=5.0) as gpus:
             seen = ", ".join(use.name for use in gpus.sample())
         if not seen:
-            return Finding("ok", "none: training computes on the CPU (for a GPU, docker run needs --gpus all)")
+            return Finding("ok", f"none ({gpus.reason}): training computes on the CPU; docker run needs --gpus all")
         remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
         return Finding("fail", f"{seen}, which this torch cannot use", remedy)
     device = torch.device("cuda")

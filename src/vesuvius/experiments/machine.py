@@ -68,7 +68,7 @@ def _vram() -> tuple[int, int]:
     """Total and used bytes of the GPU, without creating a CUDA context."""
     gpu = torch.cuda.get_device_properties(choose_device())
     with Gpus(within_s=10.0) as gpus:
-        used_bytes = sum(use.used_bytes for use in gpus.sample() if str(gpu.uuid) in use.uuid)
+        used_bytes = sum(use.used_bytes or 0 for use in gpus.sample() if str(gpu.uuid) in use.uuid)
     return gpu.total_memory, used_bytes
 
 

@@ -65,11 +65,21 @@ class Death:
     moments: tuple[MemorySample, ...]  # samples of the last 60 seconds
     remedy: str  # what to change, with overrides
 
+    @property
+    def is_for_memory(self) -> bool:
+        """Whether it was killed, or ended, because memory ran out, according to evidence."""
+        return self.cause in ("cgroup", "machine", "ray", "gpu")
+
 
 def headline(death: Death) -> str:
     """Victim and cause in one sentence.  Pure."""
     who = f"reader {death.pid}" if death.victim == "reader" else f"the run (pid {death.pid})"
     return f"{who} {_HEADLINES[death.cause]}"
+
+
+def death_line(death: Death) -> str:
+    """`headline`, with the time.  Pure."""
+    return f"{headline(death)}, detected {format_time(death.time)}"
 
 
 def append_death(path: Path, death: Death) -> None:

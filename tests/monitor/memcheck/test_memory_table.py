@@ -96,3 +96,9 @@ def test_a_grep_for_kills_finds_only_kills_in_the_table() -> None:
     assert not HYGIENE.search(text(found))
     assert HYGIENE.search(text(replace(found, kills=("reader 7 was killed",))))
     assert "OOM kill" in text(replace(found, kills=("reader 7 was killed",)))
+
+
+def test_cores_are_those_that_the_run_may_use() -> None:
+    found = replace(full(), cores=0.5)
+    assert "1, 0.5 of them usable here" in text(found)
+    assert "usable" not in text(replace(full(), cores=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from vesuvius.monitor.probes import gpus as gpus_module
 from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB
 
 
@@ -90,6 +93,67 @@ def test_a_hung_driver_does_not_delay_the_end() -> None:
         assert gpus.sample() == []
     assert nvml.asked["Shutdown"] == 0, "it would wait for the call that hangs"
     assert gpus.sample() == []
+
+
+def _broken_text(*arguments: int) -> Any:
+    return b"NVIDIA \xff".decode()
+
+
+def _lost(*arguments: int) -> Any:
+    raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+
+def _nothing(*arguments: int) -> Any:
+    return None
+
+
+@pytest.mark.parametrize("answer", [refuse, _broken_text, _lost, _nothing])
+@pytest.mark.parametrize("query", ANSWERS)
+def test_a_query_that_fails_in_any_way_is_unknown_and_the_other_figures_remain(
+    query: str, answer: Callable[..., Any]
+) -> None:
+    """WSL2 and drivers 555 return text that is no UTF-8; a GB10 has no memory of its own."""
+    with Gpus(FakeNvml(**{query: answer})) as gpus:
+        seen = gpus.sample()
+    match query:
+        case "Init" if answer is not _nothing:  # a success
+            assert (seen, gpus.reason is None) == ([], False)
+        case "DeviceGetCount" | "DeviceGetHandleByIndex":
+            assert (seen, gpus.reason is None) == ([], False)
+        case "DeviceGetMemoryInfo":
+            assert [(gpu.used_bytes, gpu.busy) for gpu in seen] == [(None, 0.75)] * 2
+        case "DeviceGetUtilizationRates":
+            assert [(gpu.used_bytes, gpu.busy) for gpu in seen] == [(GIB, None), (2 * GIB, None)]
+        case _:
+            assert [(gpu.used_bytes, gpu.busy) for gpu in seen] == [(GIB, 0.75), (2 * GIB, 0.75)]
+
+
+def test_gpus_that_hide_their_uuid_remain_apart() -> None:
+    first, second = Gpus(FakeNvml(DeviceGetUUID=_broken_text)).sample()
+    assert first.uuid != second.uuid
+
+
+def test_a_driver_that_hangs_when_nvml_is_opened_is_given_up_and_used_once_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus_module, "_OPEN_S", 0.05)
+    answer = threading.Event()
+    with Gpus(FakeNvml(Init=lambda: answer.wait(60))) as gpus:
+        assert (gpus.sample(), gpus.reason) == ([], "NVML has not responded within 0 s")
+        answer.set()
+        deadline = time.monotonic() + 30
+        while not gpus.sample():
+            assert time.monotonic() < deadline
+        assert gpus.reason is None
+    with Gpus(FakeNvml(Init=lambda: threading.Event().wait())):
+        pass
+
+
+def test_a_sample_of_the_system_outlives_any_failure_of_its_gpus() -> None:
+    nvml = FakeNvml()
+    with Gpus(nvml) as gpus:
+        vars(nvml).update({name: _lost for name in vars(nvml) if name.startswith("nvmlDeviceGet")})
+        assert sample_system(os.getpid(), gpus).machine.total_bytes > 0
 
 
 def test_without_driver_or_nvidia_ml_py_there_are_no_gpus_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.system_trees import Roots, empty_roots, write_process
@@ -131,6 +132,36 @@ def test_an_included_pid_that_is_reused_is_no_member(roots: Roots, monkeypatch: 
     tree.include([])
     tree.include([40])  # included again
     assert pids(tree) == [10, 40]
+
+
+def test_processes_of_others_are_opened_once_however_often_the_run_is_sampled(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a child that was listed before its parent is found."""
+    monkeypatch.setattr(processes, "_RESCAN_EVERY_S", 0.0)
+    opened: list[int] = []
+
+    class Counted(psutil.Process):
+        def __init__(self, pid: int) -> None:
+            opened.append(pid)
+            super().__init__(pid)
+
+    monkeypatch.setattr(psutil, "Process", Counted)
+    write_process(roots, 1, parent=0)
+    write_process(roots, 10)
+    for pid in range(100, 300):
+        write_process(roots, pid)
+    tree = ProcessTree(10)
+    assert pids(tree) == [10]
+    assert set(range(100, 300)) <= set(opened)
+    opened.clear()
+    for _ in range(20):
+        assert pids(tree) == [10]
+    assert set(opened) == {10}
+    write_process(roots, 31, parent=30)
+    assert pids(tree) == [10]
+    write_process(roots, 30, parent=10)
+    assert pids(tree) == [10, 30, 31]
 
 
 def test_a_zombie_child_is_no_member(roots: Roots) -> None:

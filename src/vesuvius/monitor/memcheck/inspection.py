@@ -19,7 +19,8 @@ import psutil
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.memory.risk import Level, RiskWatch
-from vesuvius.monitor.post_mortem import Death, KillCounts, deaths_of, headline, is_of_session
+from vesuvius.monitor.post_mortem import Death, KillCounts, death_line, deaths_of, is_of_session
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
@@ -28,7 +29,7 @@ from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, Tail, is_number
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_time, quantile
 
-State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
+State = Literal["running", "hung", "ended", "died", "elsewhere", "unknown"]
 
 _HUNG_AFTER_S = 60.0
 _HUNG_AFTER_P95 = 10.0
@@ -80,20 +81,24 @@ class Inspection:
     no_gpus: str | None = None  # why no GPU is seen
     # of a run: the last `step`, its `age_s`, `step_s_p95` of recent steps, and the last `verdict`
     steps: Mapping[str, Any] | None = None
-    kills: tuple[str, ...] = ()  # evidence of kills, a line each
+    # evidence, a line each: of kills because memory ran out, and of deaths of another or an unknown cause
+    kills: tuple[str, ...] = ()
+    deaths: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()  # further notes, a line each
     # sample, rates: what the system reports; None if it was not sampled
     sample: SystemSample | None = None
     rates: Rates | None = None
+    cores: float | None = None  # that the run may use: its cpuset and CPU quotas
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0 ok, 10 warning or hung, 11 critical, 12 a kill; the highest that applies."""
+        """Exit code: 0 ok, 10 warning, hung or a death of another cause, 11 critical, 12 an OOM kill; the highest that
+        applies."""
         if self.kills:
             return EXIT_MEMORY_KILL
         if self.level is Level.CRITICAL:
             return EXIT_MEMORY_CRITICAL
-        return EXIT_MEMORY_WARN if self.stalled or self.level is Level.WARN else EXIT_OK
+        return EXIT_MEMORY_WARN if self.deaths or self.stalled or self.level is Level.WARN else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
         """Return an object for scripts; null is unknown.  No key matches a grep for kills."""
@@ -147,7 +152,15 @@ class Watch:
             limits=risk.limits,
             sample=sample,
             rates=rates_between(before, sample) if before else None,
+            cores=_cores_of(sample),
         )
+
+
+def _cores_of(sample: SystemSample) -> float | None:
+    try:
+        return usable_cores(sample.processes[0].pid if sample.processes else os.getpid())
+    except OSError:  # it has ended
+        return None
 
 
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
@@ -203,6 +216,7 @@ class RunInspector:
             no_gpus=self._gpus.reason,
             steps=run.steps_at(now),
             kills=run.kills(sample, state, deaths),
+            deaths=tuple(death_line(each) for each in deaths if each.cause != "guard" and not each.is_for_memory),
             remarks=(*([guard.remedy] if guard else []), *(run.remarks(sample, now) if sample else [])),
             peaks_since=run.since,
             vram=Row("vram", "VRAM of the trainer", None, vram, peaks["vram"]) if vram is not None else None,
@@ -287,7 +301,7 @@ class RunFiles:
             return "running", f"process {root.pid} is running" + ("" if self._step else ", no step yet")
         if is_alive(session) is False:
             seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
-            return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
+            return "died", f"died: process {session.pid} is gone and recorded no end{seen}"
         where = "another machine or container, or this machine before a restart"
         return "elsewhere", f"on {session.host}: {where}; from its files"
 
@@ -306,13 +320,15 @@ class RunFiles:
         return f"no {what} for {format_duration(silent_s)}, although {usual}"
 
     def kills(self, sample: SystemSample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
-        """Return the evidence of kills in this session, a line each.  The cgroup's count is preferred, as the machine's
-        includes other users' processes."""
+        """Return the evidence of OOM kills in this session, a line each.
+
+        The cgroup's count is preferred, as the machine's includes other users' processes.
+        """
         if (session := self.session) is None:
             return ()
-        lines = [f"{headline(death)}, detected {format_time(death.time)}" for death in deaths if death.cause != "guard"]
-        if state == "killed":
-            return tuple(lines or [f"process {session.pid} is gone and recorded no end"])
+        lines = tuple(death_line(death) for death in deaths if death.is_for_memory)
+        if state == "died":  # judged by its post-mortem: later kills are of other processes
+            return lines
         # Without paths: they differ inside and outside of a container.
         now = KillCounts() if self.last is None else KillCounts.of(self.last)
         if sample is not None:
@@ -320,7 +336,7 @@ class RunFiles:
         rise = now.since(KillCounts.of(session))
         count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
         counted = f"out of memory: the kernel killed {format_count(count or 0, 'process')} {where} in this session"
-        return (*lines, counted) if count else tuple(lines)
+        return (*lines, counted) if count else lines
 
     def remarks(self, sample: SystemSample, now: float) -> Iterator[str]:
         """Return notes about a run on this machine."""

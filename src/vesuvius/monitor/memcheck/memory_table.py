@@ -18,7 +18,7 @@ from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_gib, format_size, format_time
 
 _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
-_STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
+_STATE_STYLES = {"running": "green", "hung": "bold yellow", "died": "bold red"}
 _SHOWN_READERS = 8
 _SHOWN_LIMITS = 3
 
@@ -66,8 +66,9 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
         yield "risk", Text.assemble((found.level.name, _LEVEL_STYLES[found.level]), f"  {found.reason}")
     elif found.reason:
         yield "first limit", found.reason
-    for line in found.kills:
-        yield "OOM kill", Text(line, style="bold red")
+    for name, lines in (("OOM kill", found.kills), ("death", found.deaths)):
+        for line in lines:
+            yield name, Text(line, style="bold red")
     for number, limit in enumerate(found.limits[:_SHOWN_LIMITS]):
         used = f"{format_size(limit.used_bytes)} used, {format_size(limit.left_bytes)} left"
         yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.kills_at_bytes)}; {used}"
@@ -92,6 +93,8 @@ def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[st
     swap = f"{format_size(machine.swap_used_bytes)} of {format_size(machine.swap_total_bytes)}"
     yield "swap", swap if machine.swap_total_bytes else "none"
     cores = f"{len(machine.core_total_s)}"
+    if found.cores is not None and found.cores < len(machine.core_total_s):
+        cores += f", {found.cores:g} of them usable here (cpuset, CPU quota)"
     if rates is not None:
         busy, own = sum(rates.core_busy), sum(rates.process_cores.values())
         cores += f", {busy:.1f} of them busy"

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from vesuvius.errors import one_line
 from vesuvius.threads import BoundedCall
+
+_OPEN_S = 5.0  # without a driver that stays loaded, NVML starts each GPU
 
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Use of one GPU by all processes; None = unknown."""
+    """Use of one GPU by all processes; None = unknown, e.g. on a GPU that shares the machine's memory."""
 
     index: int  # NVML's, not that of CUDA_VISIBLE_DEVICES
     uuid: str
     name: str
     # used_bytes, total_bytes: memory
-    used_bytes: int
-    total_bytes: int
+    used_bytes: int | None
+    total_bytes: int | None
     busy: float | None  # share of the last sampling period in which a kernel ran, 0 to 1
     power_w: float | None
     temperature_c: float | None
 
 
 class Gpus:
-    """Open NVML.  A context manager.
+    """Open NVML.  A context manager.  Raises no errors: a query that fails, in whatever way, is an unknown figure.
 
     Args:
         nvml: the module `pynvml`, or a fake in tests; None imports it.
@@ -37,62 +41,64 @@ class Gpus:
     """
 
     def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
+        self._nvml: Any = nvml
         self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
+        self._is_closed = False
         self._sample_all = BoundedCall(lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], within_s)
-        self.reason = self._open(nvml)
+        self._opening: BoundedCall[None] | None = BoundedCall(self._open, _OPEN_S)
+        self.reason: str | None = f"NVML has not responded within {_OPEN_S:.0f} s"
+        self._opening()
 
-    def _open(self, nvml: ModuleType | None) -> str | None:
-        """Find the GPUs; return why there are none, or None."""
+    def _open(self) -> None:
+        """Find the GPUs, or set `reason`."""
         try:
             # Imported here: machines without GPUs need not have it.
-            self._nvml: Any = nvml or importlib.import_module("pynvml")
+            self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            count = self._nvml.nvmlDeviceGetCount()
+            count = int(self._nvml.nvmlDeviceGetCount())
+            self.reason = f"none of {count} GPUs responds to NVML" if count else "NVML finds no GPU"
         except ImportError:
-            return "nvidia-ml-py is not installed"
-        except self._nvml.NVMLError as error:
-            return f"NVML does not respond: {error}"
+            count, self.reason = 0, "nvidia-ml-py is not installed"
+        except Exception as error:
+            count, self.reason = 0, f"NVML does not respond: {one_line(error)}"
         for index in range(count):
-            handle = self._ask("nvmlDeviceGetHandleByIndex", index)
-            uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
-            if uuid is not None:  # a GPU without a UUID has fallen off the bus
+            if (handle := self._ask("nvmlDeviceGetHandleByIndex", index)) is not None:
+                uuid = self._ask("nvmlDeviceGetUUID", handle) or f"unknown-{index}"
                 self._gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle) or "GPU", handle))
-        return None if self._gpus else f"none of {count} GPUs responds to NVML" if count else "NVML finds no GPU"
+                self.reason = None
+        self._opening = None
 
     def __enter__(self) -> Gpus:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Shut NVML down, unless it hangs."""
-        if self._gpus:
-            self._gpus = []
-            if not self._sample_all.is_running:
-                self._ask("nvmlShutdown")
+        if not self._is_closed and self._opening is None and self._gpus and not self._sample_all.is_running:
+            BoundedCall(lambda: self._ask("nvmlShutdown"), _OPEN_S)()
+        self._is_closed = True
 
     def sample(self) -> list[GpuUse]:
         """Sample each GPU that responds.  Empty once closed, and while NVML hangs."""
-        return (self._sample_all() or []) if self._gpus else []
+        if (opening := self._opening) is not None:
+            opening()
+        return [] if self._is_closed or self._opening is not None or not self._gpus else self._sample_all() or []
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
-        if (memory := self._ask("nvmlDeviceGetMemoryInfo", handle)) is None:
-            return None
-        rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
-        milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
-        celsius = self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU)
-        return GpuUse(
-            index=index,
-            uuid=uuid,
-            name=name,
-            used_bytes=int(memory.used),
-            total_bytes=int(memory.total),
-            busy=None if rates is None else rates.gpu / 100,
-            power_w=None if milliwatts is None else milliwatts / 1000,
-            temperature_c=None if celsius is None else float(celsius),
+        sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle, read=lambda found: (int(found.used), int(found.total)))
+        figures = (
+            *(memory or (None, None)),
+            self._ask("nvmlDeviceGetUtilizationRates", handle, read=lambda found: found.gpu / 100),
+            self._ask("nvmlDeviceGetPowerUsage", handle, read=lambda found: found / 1000),
+            self._ask("nvmlDeviceGetTemperature", handle, sensor, read=float),
         )
+        if all(figure is None for figure in figures):  # it has fallen off the bus
+            return None
+        return GpuUse(index, uuid, name, *figures)
 
-    def _ask(self, function: str, *arguments: object) -> Any:
-        """Query NVML; None if the GPU does not support the query or has failed."""
+    def _ask(self, function: str, *arguments: object, read: Callable[[Any], Any] = lambda found: found) -> Any:
+        """Query NVML; None if that fails in any way: unsupported, not in this nvidia-ml-py, broken text, no value."""
         try:
-            return getattr(self._nvml, function)(*arguments)
-        except (self._nvml.NVMLError, AttributeError):  # AttributeError: this version of nvidia-ml-py lacks the query
+            return read(getattr(self._nvml, function)(*arguments))
+        except Exception:
             return None

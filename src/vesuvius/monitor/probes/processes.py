@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,9 +54,10 @@ class ProcessUse:
 class ProcessTree:
     """Samples a process and its descendants repeatedly.
 
-    Each sample lists the machine's processes and reads the parents of new ones.  Every five seconds, and whenever a
-    process is found, it reads all parents, titles, mappings and open files of shared memory.  A descendant remains a
-    member when its parent ends.  As pids are reused, a new member must have a living member as its parent.
+    Each sample lists the machine's processes and reads the parents of new ones alone, so that other users' thousands of
+    processes cost nothing.  Every five seconds, and whenever a process is found, it reads the titles, mappings and open
+    files of shared memory of the members.  A descendant remains a member when its parent ends.  As pids are reused, a
+    new member must have a living member as its parent.
 
     A forked child shares its parent's pages until one of them writes or the child executes another program, usually
     within milliseconds.  A new process that is a copy of its parent is therefore left out of its first sample; after
@@ -84,9 +85,9 @@ class ProcessTree:
         """
         first, pids = not self._uses, set(psutil.pids())
         due = time.monotonic() - self._scanned_at >= _RESCAN_EVERY_S
-        found = self._find_new((pids if due else pids - self._seen) | self._also.keys())
-        found += self._find_new(pids) if found else []  # children may have been listed before their parents
-        self._seen = pids
+        found = self._find_new(pids, (pids - self._seen) | self._also.keys())
+        if any(pid in self._also for pid in found):  # its descendants may be old
+            found += self._find_new(pids, pids)
         if found or due:
             self._scanned_at = time.monotonic()
             for member in self._members.values():
@@ -95,6 +96,7 @@ class ProcessTree:
         uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
         if self._pid not in uses:
             raise ProcessLookupError(f"process {self._pid} has ended")
+        self._seen -= self._members.keys() - uses.keys()  # these pids may be reused already
         self._members = {pid: self._members[pid] for pid in uses}
         young = [] if first else [pid for pid in found if pid in uses and _is_copy(uses[pid], uses)]
         self._uses = [use for pid, use in uses.items() if pid not in young]
@@ -113,10 +115,10 @@ class ProcessTree:
         """Return the part of it that holds volumes kept in memory."""
         return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if file[-1])
 
-    def _find_new(self, pids: set[int]) -> list[int]:
-        """Add those of `pids` that descend from members, and return them, parents first."""
+    def _find_new(self, pids: set[int], candidates: Set[int]) -> list[int]:
+        """Add those candidates that descend from members, and return them, parents first.  `pids`: of the machine."""
         parents, found = dict[int, int](), list[int]()
-        for pid in pids - self._members.keys():
+        for pid in candidates - self._members.keys():
             with suppress(psutil.Error):
                 parents[pid] = psutil.Process(pid).ppid()
         while children := [pid for pid, parent in parents.items() if parent in self._members or pid in self._also]:
@@ -129,6 +131,8 @@ class ProcessTree:
                 if self._also.get(pid) == member.started_s or (above is not None and above.process.is_running()):
                     self._members[pid] = member
                     found.append(pid)
+        # A child may have been listed before its parent existed: it is looked at again.
+        self._seen = pids - {pid for pid, parent in parents.items() if parent and parent not in pids}
         return found
 
 

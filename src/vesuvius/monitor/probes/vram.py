@@ -64,7 +64,7 @@ def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             peak_bytes, _ = process_peaks(device)
-    except RuntimeError:  # the GPU has failed; training reports it
+    except Exception:  # the GPU has failed, which training reports, or its driver lacks the query
         return None
     return VramUse(
         allocated_bytes=stats.get("allocated_bytes.all.current", 0),
@@ -78,17 +78,26 @@ def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a `torch.device`, without NVML's prefix (GPU-, or MIG- for a partition); None on a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    """Return the UUID of a `torch.device`, without NVML's prefix (GPU-, or MIG- for a partition).
+
+    None on a CPU, or if torch cannot tell.
+    """
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    except Exception:
+        return None
 
 
 def used_share() -> float:
-    """Return the peak of allocated memory as a share of the memory this process may use; 0 without a GPU."""
+    """Return the peak of allocated memory as a share of the memory this process may use; 0 without a working GPU."""
     if not torch.cuda.is_available():
         return 0.0
-    free, total = torch.cuda.mem_get_info()
-    may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
-    return process_peaks()[0] / max(may_take, 1)
+    try:
+        free, total = torch.cuda.mem_get_info()
+        may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
+        return process_peaks()[0] / max(may_take, 1)
+    except Exception:  # asked because of an error, after which CUDA may refuse every call
+        return 0.0
 
 
 def is_gpu_memory_error(error: BaseException) -> bool:
