@@ -37,6 +37,8 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   Sections are merged key by key; lists and plain values are replaced. The path is relative to the folder of the file
   that names it. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run keeps the merged text as
   `config.source.yaml`, so a resume does not need the other files.
+- **Relative paths** start in the working directory in which the config was read, and keep their meaning if it changes
+  later. A run's `config.resolved.yaml` has them as written, so that a project may move; comments give full paths.
 - **Old names** of renamed keys and values are still accepted, with one notice in the log: `data.augment.turn` is now
   called `rot90`.
 """

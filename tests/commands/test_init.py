@@ -58,7 +58,7 @@ def test_a_bare_array_gets_a_config_that_fits_it_and_the_machine(
     write_array(tmp_path / "scroll.zarr", textured((96, 128, 128)))
     assert init.main(["scroll.zarr"]) == EXIT_OK
     text = capsys.readouterr().out
-    for words in ("volume     scroll.zarr", "machine ", "M parameters", "written    configs/scroll.yaml"):
+    for words in (f"volume     {tmp_path}/scroll.zarr", "machine ", "M parameters", "written    configs/scroll.yaml"):
         assert words in text
     for command in (
         "vesuvius train --config configs/scroll.yaml",
@@ -67,7 +67,7 @@ def test_a_bare_array_gets_a_config_that_fits_it_and_the_machine(
     ):
         assert command in text
     config = read_config(Path("configs/scroll.yaml"))
-    assert (config.name, config.data.volumes[0].path) == ("scroll", "scroll.zarr")
+    assert (config.name, config.data.volumes[0].path) == ("scroll", str(tmp_path / "scroll.zarr"))
     assert passes_checks(config)
 
 
@@ -112,7 +112,7 @@ def test_a_remote_volume_is_cached(tmp_path: Path, server: ChunkServer) -> None:
     write_array(tmp_path / "far.zarr", textured((96, 128, 128)))
     assert init.main([f"{server.url_of(tmp_path)}/far.zarr/"]) == EXIT_OK
     config = read_config(Path("configs/far.yaml"))
-    assert (config.name, config.data.store.cache_dir) == ("far", "volumes/cache")
+    assert (config.name, config.data.store.cache_dir) == ("far", str(tmp_path / "volumes/cache"))
     assert not Path("volumes").exists(), "nothing is cached before the run"
     assert preflight(config, resume=False, checkpoint=None).free_bytes > 0
     assert list(Path("volumes/cache").rglob("*"))

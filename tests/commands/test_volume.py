@@ -117,7 +117,7 @@ def test_a_wrong_command_line_exits_2_with_a_reason(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["info", "nothing.zarr"], 6, "Cannot open nothing.zarr: it does not exist"),
+        (["info", "nothing.zarr"], 6, "/nothing.zarr: it does not exist"),
         (["info", "v.zarr", "--level", "3"], 6, "a bare array has only level 0"),
         (["occupancy", "nothing.zarr"], 6, "it does not exist"),
         (["copy", "nothing.zarr", "c.zarr"], 6, "it does not exist"),

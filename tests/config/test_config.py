@@ -1,5 +1,6 @@
 """The config's models: frozen, strict, described, and the rules that keys must keep among each other."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_home_directory_in_any_key_and_a_file_address_are_folders(monkeypatch:
     for path, folder in {
         "~/v.zarr": "/home/somebody/v.zarr",
         "file:///data/my%20scroll.zarr": "/data/my scroll.zarr",
-        "data/~v.zarr": "data/~v.zarr",
+        "data/~v.zarr": f"{Path.cwd()}/data/~v.zarr",
         "s3://bucket/~/v.zarr": "s3://bucket/~/v.zarr",
         "file:///data/a#1?b%23.zarr": "/data/a#1?b#.zarr",
         "file://localhost/data/v.zarr": "/data/v.zarr",

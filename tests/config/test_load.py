@@ -37,7 +37,7 @@ def test_defaults_fill_what_the_file_leaves_out() -> None:
     config = read(MINIMAL)
     assert config == Config(name="tiny", data=DataConfig(volumes=(VolumeConfig(path="scroll.zarr"),)))
     assert (config.training.amp, config.data.patch_size) == ("auto", (72, 136, 136))
-    assert read(MINIMAL.replace("scroll.zarr", "../a/./b.zarr")).data.volumes[0].path == "../a/./b.zarr", "as written"
+    assert "path: ../a/./b.zarr" in dump_config(read(MINIMAL.replace("scroll.zarr", "../a/./b.zarr"))), "as written"
 
 
 def test_scalars_follow_yaml_1_2() -> None:

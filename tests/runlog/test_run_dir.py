@@ -88,7 +88,7 @@ def test_run_directories_follow_the_environment(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = read_config(tiny_config())
-    assert run_dir(config).path == Path("runs/tiny")
+    assert run_dir(config).path == Path.cwd() / "runs/tiny"
     monkeypatch.setenv("VESUVIUS_RUNS", "/scratch/runs")
     assert run_dir(config).path == Path("/scratch/runs/tiny")
 

@@ -298,7 +298,7 @@ def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_netwo
     # After the checks, as if the other run pruned it during the start.
     monkeypatch.setattr(run, "_check_kernels", lambda *_: shutil.rmtree("runs/first/checkpoints", ignore_errors=True))
     assert vesuvius_train(config, "training.max_steps=1") == 0
-    assert "starting from the weights of runs/first/checkpoints/step_00000002" in capsys.readouterr().out
+    assert f"starting from the weights of {Path.cwd()}/runs/first/checkpoints/step_00000002" in capsys.readouterr().out
     second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])
     assert second["step"] == 1
     for name, weight in first.items():

@@ -169,7 +169,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
     np.testing.assert_array_equal(volume.read(((0, 0, 0), PATCH)), samples.voxels()[1])
 
     split = json.loads(Path("runs/plain/split.json").read_text())["volumes"][0]
-    checkpoint = Path("runs/plain/checkpoints/step_00000010")
+    checkpoint = Path("runs/plain/checkpoints/step_00000010").absolute()
     weights = checkpoint / "model.safetensors"
     record = samples.record
     assert record.pop("torch") == torch.__version__
@@ -423,7 +423,7 @@ def test_a_damaged_file_is_refused_and_an_intact_one_next_to_it_is_used(
     assert ends(checkpoint="run") == 6
     errors = capsys.readouterr().err
     assert errors.count("the checksum of model.safetensors is wrong") == 2
-    assert "All checkpoints in run/checkpoints are damaged: step_00000005, step_00000010; restore" in errors
+    assert f"All checkpoints in {tmp_path}/run/checkpoints are damaged: step_00000005, step_00000010; restore" in errors
     assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
     state, manifest = newest / "state.pt", newest / "manifest.json"
     whole, earlier = state.read_bytes(), json.loads(manifest.read_text())

@@ -225,11 +225,18 @@ class _HelpAll(argparse.Action):
 
 def add_config(parser: Parser, *, required: bool = True) -> None:
     """Add `--config FILE key.path=value ...`."""
-    parser.add_argument("--config", type=Path, metavar="FILE", required=required, help="YAML file of the experiment")
+    parser.add_argument(
+        "--config", type=full_path, metavar="FILE", required=required, help="YAML file of the experiment"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
 
 
 # Types of arguments: each raises argparse's error with the value and what is needed.
+
+
+def full_path(text: str) -> Path:
+    """Parse a path that is opened later, perhaps from another working directory."""
+    return Path(text).absolute()
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, at_least, natural, positive, say
+from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, positive, say
 from vesuvius.commands.sample import add_sampling, sampling_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -25,13 +25,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")
     parser.add_argument(
         "--generated",
-        type=Path,
+        type=full_path,
         metavar="PATH",
         help="evaluate these instead of new samples: output of `vesuvius sample`, or any .npy or zarr with patches "
         "[N, Z, Y, X] or a volume [Z, Y, X] in grey values of the training volume",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
+        "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
     )
     parser.add_argument(
         "--training-volume",

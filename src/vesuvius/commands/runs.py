@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
-from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, natural, say
+from vesuvius.commands.cli import Parser, as_command, full_path, natural, say
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
@@ -25,7 +24,7 @@ def report(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or the name of a run below runs/")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
+        "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
     )
     parser.add_argument(
         "--serve", type=natural, nargs="?", const=_PORT, metavar="PORT",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.cli import Parser, as_command, natural, positive, say, triple
+from vesuvius.commands.cli import Parser, as_command, full_path, natural, positive, say, triple
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -65,7 +65,9 @@ def _parser() -> Parser:
         help="name or directory of a run (its newest checkpoint), or a checkpoint, such as runs/NAME/checkpoints/best",
     )
     parser.add_argument("--count", type=positive, help="number of patches (default: 16)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
+    parser.add_argument(
+        "--out", type=full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
     parser.add_argument(
         "--volume",

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from yaml.resolver import BaseResolver
 
 from vesuvius.config import Config
+from vesuvius.config.section import Location
 
 KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
@@ -83,6 +84,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 add_core_scalars(_PortableDumper)
 _PortableDumper.add_representer(str, _represent_text)
+_PortableDumper.add_representer(Location, lambda dumper, path: _represent_text(dumper, path.written))
 
 
 def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -184,4 +185,4 @@ def trial_config(
     changed["training"] |= {"save_every": NEVER, "keep_every": None, "preview_every": 0} | dict(training)
     changed["monitor"] |= monitor or {}
     changed["data"]["resident"] = 0
-    return Config.model_validate(changed)
+    return Config.model_validate_json(json.dumps(changed))  # with absolute paths, as the trial runs elsewhere

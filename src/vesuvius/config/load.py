@@ -31,6 +31,7 @@ from vesuvius.config.describe import (
     to_yaml,
     to_yaml_block,
 )
+from vesuvius.config.section import Location
 from vesuvius.config.yaml_source import Lines, current_name, read_yaml
 from vesuvius.errors import ConfigError
 
@@ -125,9 +126,12 @@ def read_source(path: Path) -> bytes:
 
 
 def dump_config(config: Config, with_meanings: bool = False) -> str:
-    """Return the full config, with defaults, as YAML that reads back equal; comments explain the keys.  Pure."""
+    """Return the full config, with defaults, as YAML that reads back equal; comments explain the keys.  Pure.
+
+    Relative paths stay as written, with a comment that says where they led.
+    """
     meanings = {key: schema["description"] for key, schema in iter_keys()} if with_meanings else {}
-    return "\n".join(_lines(config.model_dump(mode="json"), meanings)) + "\n"
+    return "\n".join(_lines(config.model_dump(), meanings)) + "\n"
 
 
 def dump_set_keys(config: Config, comments: Mapping[str, str]) -> str:
@@ -150,6 +154,8 @@ def _lines(tree: Mapping[str, Any], comments: Mapping[str, str], prefix: str = "
                     first, *others = _lines(item, comments, f"{key}[].")
                     yield f"  - {first}"
                     yield from ("    " + line for line in others)
+            case Location() if value != value.written:
+                yield f"{name}: {to_yaml(value)}  # {to_yaml(str(value))}{text}"
             case _:
                 yield f"{name}: {to_yaml(value)}{text}"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.functional_serializers import PlainSerializer
+from pydantic.functional_validators import WrapValidator
 
 from vesuvius.errors import ConfigError
 
@@ -20,21 +23,58 @@ def _check_positive(sizes: Triple) -> Triple:
     return sizes
 
 
-def expand_path(path: str) -> str:
-    """Expand `~`, and turn a file:// address into a path (`#` and `?` are ordinary characters)."""
-    if path.startswith("file://"):
-        return unquote("/" + path.removeprefix("file://").partition("/")[2])
-    return os.path.expanduser(path)  # pathlib raises for an unknown ~name
+class Location(str):
+    """An absolute path, or an address, that remembers how it was `written`: configs are dumped as written.
+
+    Expands `~`, and turns a file:// address into a path (`#` and `?` are ordinary characters).  A relative path is one
+    of the working directory at the time of the call: a later `os.chdir` must not lead to other files.
+
+    Raises ValueError: the path is relative, and the working directory no longer exists.
+    """
+
+    written: str
+
+    def __new__(cls, text: str) -> Self:
+        if text.startswith("file://"):
+            text = unquote("/" + text.removeprefix("file://").partition("/")[2])
+        text = os.path.expanduser(text)  # pathlib raises for an unknown ~name
+        try:
+            path = super().__new__(cls, text if "://" in text or os.path.isabs(text) else str(Path(text).absolute()))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{text!r} is relative to a working directory that no longer exists; use a full path"
+            ) from None
+        path.written = text
+        return path
 
 
-PathText = Annotated[str, AfterValidator(expand_path)]
+def _locate(given: Any, as_text: Callable[[Any], str]) -> Location:
+    return given if isinstance(given, Location) else Location(as_text(given))
+
+
+PathText = Annotated[
+    str, WrapValidator(_locate), PlainSerializer(lambda path: getattr(path, "written", path), when_used="json")
+]
 SizeZYX = Annotated[Triple, AfterValidator(_check_positive)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
+def _plain(value: Any) -> Any:
+    """Convert what Python users have to the types of fields, within dicts and sequences too."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy's and torch's; neither is imported here
+        value = value.tolist()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent type conversion.
+
+    In Python, lists, `os.PathLike` and the numbers and arrays of numpy or torch stand for tuples, text and numbers.
 
     Raises:
         ConfigError: constructed in Python with a wrong value (`model_validate` raises pydantic's own error).
@@ -44,7 +84,7 @@ class Section(BaseModel):
 
     def __init__(self, **fields: Any) -> None:
         try:
-            super().__init__(**fields)
+            super().__init__(**_plain(fields))
         except ValidationError as error:
             found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             found = (text.replace("Value error, ", "").removeprefix(": ") for text in found)

@@ -99,8 +99,8 @@ def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
 
 def run_directory(checkpoint: Path) -> Path:
     """Return the run directory of a checkpoint, or the current directory for a checkpoint outside a run.  Pure."""
-    parent = checkpoint.parent if checkpoint.parent.name else checkpoint.absolute().parent
-    return parent.parent if parent.name == "checkpoints" else Path()
+    parent = checkpoint.absolute().parent
+    return parent.parent if parent.name == "checkpoints" else Path.cwd()
 
 
 def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:

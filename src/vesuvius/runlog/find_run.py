@@ -11,8 +11,8 @@ _FILES = ("session.json", "metrics.jsonl", "config.resolved.yaml")
 
 
 def runs_root() -> Path:
-    """Return the folder of run directories: `VESUVIUS_RUNS`, or `runs` in the working directory."""
-    return Path(os.path.expanduser(os.environ.get("VESUVIUS_RUNS") or "runs"))
+    """Return the folder of run directories, absolute: `VESUVIUS_RUNS`, or `runs` in the working directory."""
+    return Path(os.path.expanduser(os.environ.get("VESUVIUS_RUNS") or "runs")).absolute()
 
 
 def is_run(directory: Path) -> bool:
@@ -30,4 +30,4 @@ def find_run(text: str) -> Path:
             return directory.resolve()
     names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
     known = f"; runs are {', '.join(names[:10])}" if names else ""
-    raise NoRunError(f"no run {text!r} in {runs_root().resolve()}; name a run directory, or one in runs/{known}")
+    raise NoRunError(f"no run {text!r} in {runs_root()}; name a run directory, or one in runs/{known}")

@@ -263,7 +263,7 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
             train_step = TrainStep(config, build_network(config, device), schedule, device, ranks)
             if checked.resumed:
                 progress = restore(checked.resumed, train_step, device)
-                progress.quarantined = without_cleared(progress.quarantined, run_dir(config).quarantine)
+                progress.quarantined = without_cleared(progress.quarantined, directory.quarantine)
             elif checked.initial:
                 weights, _ = checked.initial
                 train_step.set_weights(weights)

@@ -39,7 +39,7 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("checkpoints")
 def test_averaged_weights_are_read_from_a_run_a_checkpoint_or_its_file(given: str, value: float, source: str) -> None:
     weights, file = read_initial_weights(Path(given))
-    assert file == Path(CHECKPOINTS, source)
+    assert file.absolute() == Path(CHECKPOINTS, source).absolute()
     assert sorted(weights) == ["conv.bias", "conv.weight"]
     assert weights["conv.weight"].unique().tolist() == [value]
 

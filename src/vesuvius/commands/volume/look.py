@@ -8,9 +8,8 @@ import os
 import sys
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 
-from vesuvius.commands.cli import natural, positive, say, triple
+from vesuvius.commands.cli import full_path, natural, positive, say, triple
 from vesuvius.commands.sample import array
 from vesuvius.commands.volume.shared import Commands, add_source, add_store, print_facts, source_of, store_of
 from vesuvius.errors import EXIT_DATA, EXIT_OK
@@ -89,7 +88,9 @@ def add_occupancy(commands: Commands) -> None:
     )
     add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3://, gs:// or az://")
     occupancy.set_defaults(run=_occupancy)
-    occupancy.add_argument("--out", type=Path, metavar="FILE", help="file to write instead; required for an address")
+    occupancy.add_argument(
+        "--out", type=full_path, metavar="FILE", help="file to write instead; required for an address"
+    )
 
 
 def _occupancy(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vesuvius.commands.cli import lengths, natural, naturals, triple
+from vesuvius.commands.cli import full_path, lengths, natural, naturals, triple
 from vesuvius.commands.volume.shared import Commands, add_source, add_store, print_facts, source_of, store_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -33,7 +33,7 @@ def add_synth(commands: Commands) -> None:
         "sheet labels (OUT.labels.zarr; 1 = papyrus).  Voxels depend only on seed and shape.",
         examples=("vesuvius volume synth volumes/scroll.zarr --shape 256,512,512 --seed 1",),
     )
-    synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    synth.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     synth.add_argument(
         "--shape",
         type=triple(MIN_SIZE_VOXELS, "256,512,512"),
@@ -66,7 +66,7 @@ def add_copy(commands: Commands) -> None:
         examples=("vesuvius volume copy https://host/scroll.zarr scroll.zarr --level 2",),
     )
     add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
-    copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    copy.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     copy.add_argument(
         "--start", type=triple(0, "0,128,128"), default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)"
     )
@@ -117,7 +117,7 @@ def add_import(commands: Commands) -> None:
         help="folder of TIFF or PNG slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET, .n5:/DATASET; or raw "
         "voxels with --shape and --dtype",
     )
-    importer.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    importer.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     importer.add_argument(
         "--select",
         type=naturals,

@@ -165,7 +165,7 @@ def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) ->
     if not out.exists():
         generate_samples(replace(asked, out=out), on_step)
         return out
-    wanted = {"numbers": [*range(asked.count)], "checkpoint": str(info.checkpoint), **base_record(info, asked)}
+    wanted = {"numbers": [*range(asked.count)], **base_record(info, asked)}
     check_record(out, finished_record(out / SAMPLES, SAMPLE), wanted)
     log.info("Using existing samples: %s", out)
     return out

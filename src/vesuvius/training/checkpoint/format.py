@@ -176,7 +176,7 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
     """
     named = [runs_root() / given] if given.name == str(given) else []
     with permission_checked():
-        for path in (given, *named):
+        for path in (given.absolute(), *named):
             holds_weights = path.name == STATE or (path.name.startswith("model") and path.suffix == ".safetensors")
             directory = path.parent if holds_weights and path.is_file() else path
             # Any file of a checkpoint, so that a damaged one is reported as such.

@@ -137,7 +137,8 @@ def preflight(
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
     initial = None
     if config.training.init_from is not None and not resumed:
-        initial = read_initial_weights(Path(config.training.init_from))
+        given = config.training.init_from
+        initial = read_initial_weights(Path(given if os.path.exists(given) else getattr(given, "written", given)))
         check_initial_weights(network, initial[0])
     size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
     free = _check_disk(directory.path, size)

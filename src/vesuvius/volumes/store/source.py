@@ -47,7 +47,7 @@ class Source:
     """
 
     def __init__(self, address: str, config: StoreConfig, has_answered: bool = False) -> None:
-        self.address = address
+        self.address = address = str(address)  # plain, as it gets into names, records and states
         self.config = config
         self.remote = is_remote(address)
         self.figures = SourceFigures()
