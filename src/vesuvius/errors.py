@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,19 @@ EXIT_MEMORY_KILL = 12
 EXIT_NO_RUN = 13
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
+
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGPWR,
+)
+"""Signals that end a process unless it handles them, and that schedulers send to all processes of a job."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 

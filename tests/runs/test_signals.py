@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.kill_harness import Session
-from tests.support.runs import WriteConfig
+from tests.support.runs import WriteConfig, assert_same_weights, vesuvius_train
+from vesuvius.errors import STOP_SIGNALS
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
@@ -77,3 +79,116 @@ def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_
         assert session.end() == -number
         assert "Train step" not in session.text()
     assert checkpoint_steps(tmp_path / "runs/tiny") == [1]
+
+
+ENDLESS = """
+import sys, time
+from vesuvius.commands import train
+{patch}
+sys.exit(train.main(sys.argv[1:]))
+"""
+# What takes long: many micro-batches, one that computes in Python, a compilation (a wrong program raises an Exception,
+# which torch.compile takes for a failure, and trains on without it), a batch of a validation, and kernels under test.
+ENDLESS_WORK = {
+    "micro-batches": """
+from vesuvius.training.step import step
+accumulate = step.TrainStep.accumulate
+def slow(self, *given):
+    if given[1][0] >= 6:
+        print("it takes long", flush=True)
+        end = time.monotonic() + 2
+        while time.monotonic() < end: sum(range(1000))
+    return accumulate(self, *given)
+step.TrainStep.accumulate = slow
+""",
+    "micro-batch": """
+import torch
+from vesuvius.diffusion.network import unet
+forward, calls = unet.UNet.forward, []
+def slow(self, *given):
+    calls.append(1)
+    while self.training and torch.is_grad_enabled() and len(calls) > 6:
+        print("it takes long", flush=True); time.sleep(0.1)
+    return forward(self, *given)
+unet.UNet.forward = slow
+""",
+    "compilation": """
+import torch
+from vesuvius.training.step import setup
+from vesuvius.diffusion.network.regions import CompiledRegions
+def backend(graph, inputs):
+    while True:
+        print("it takes long", flush=True); time.sleep(0.1)
+setup.CompiledRegions = lambda: CompiledRegions(backend)
+""",
+    "validation": """
+from vesuvius.training.step import step
+def slow(*_):
+    while True:
+        print("it takes long", flush=True); time.sleep(0.1)
+step.TrainStep.denoiser = lambda *_: slow
+""",
+    "kernels": """
+from vesuvius.training import run
+def slow(*_):
+    while True:
+        print("it takes long", flush=True); time.sleep(0.1)
+run.check_kernels = slow
+""",
+}
+CASES = [
+    ("micro-batches", "USR1", 2),
+    ("micro-batch", "TERM", 2),
+    ("compilation", "USR2", 0),
+    ("validation", "XCPU", 3),
+    ("kernels", "INT", None),
+]
+
+
+@pytest.mark.parametrize(("work", "name", "saved"), CASES)
+def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, name: str, saved: int | None
+) -> None:
+    keys = {"accumulate_steps": 3, "train_batch_size": 1, "max_steps": 4, "save_every": 100, "optimizer": "muon"}
+    keys |= {"validate_every": 3, "validate_patches": 2} if work == "validation" else {}
+    config = tiny_config(training=keys)
+    program = ENDLESS.format(patch=ENDLESS_WORK[work])
+    overrides = ["training.compile=true"] * (work == "compilation")
+    with Session(config, tmp_path, *overrides, program=("-c", program)) as session:
+        session.wait_for("it takes long")
+        session.process.send_signal(getattr(signal, f"SIG{name}"))
+        if name == "XCPU":  # repeated every second
+            session.wait_for("SIGXCPU: stopping")
+            session.process.send_signal(signal.SIGXCPU)
+        assert session.end() == (130 if name == "INT" else 75), session.text()
+        assert "Traceback" not in session.text()
+        assert "torch.compile failed" not in session.text()
+    run = tmp_path / "runs/tiny"
+    if saved is None:
+        assert not run.exists()
+        return
+    assert checkpoint_steps(run) == [saved] * (saved > 0)
+    monkeypatch.chdir(tmp_path)
+    assert vesuvius_train(config, "--resume") == 0
+    assert vesuvius_train(tiny_config("straight", training=keys)) == 0
+    assert_same_weights("straight")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_each_signal_of_a_scheduler_saves(tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals) -> None:
+    with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
+        session.wait_for("Train step 2/")
+        session.process.send_signal(number)
+        assert session.end() == 75, session.text()
+        assert f"{number.name}: stopping" in session.text()
+    assert checkpoint_steps(tmp_path / "runs/tiny")
+
+
+def test_readers_and_daemons_survive_the_signals_of_a_scheduler(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """It sends them to all processes of a job."""
+    with Session(tiny_config(training={"epochs": 1000, "workers": 1}), tmp_path) as session:
+        session.wait_for("Train step 2/")
+        os.killpg(session.process.pid, signal.SIGUSR1)
+        assert session.end() == 75, session.text()
+        assert "died" not in session.text()
+    assert checkpoint_steps(tmp_path / "runs/tiny")

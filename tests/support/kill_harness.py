@@ -34,12 +34,13 @@ class Session:
         *arguments: str,
         environment: dict[str, str] | None = None,
         module: str = "vesuvius.train",
+        program: Sequence[str] = (),
     ) -> None:
         self._output = cwd / f"{config.stem}.session.txt"
         self._started = time.monotonic()
         with self._output.open("w") as out:
             self.process = fork_server.Popen(
-                [sys.executable, "-m", module, "--config", str(config), *arguments],
+                [sys.executable, *(program or ("-m", module)), "--config", str(config), *arguments],
                 cwd=cwd,
                 env=os.environ | (environment or {}),
                 stdout=out,

@@ -33,6 +33,7 @@ from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, Step
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
+from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation.validation import Reference
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class TrainingLoop:
     def _next_step(self, clock: StepClock, reporter: StepReporter) -> bool:
         """Run one step, unless the run ends before it; returns whether it was run.  Raises RankError."""
         ranks, stop, progress = self.run.ranks, self.run.stop, self.run.progress
-        dropped = f"step {progress.step + 1} was waiting for data and was dropped; --resume repeats it"
+        dropped = f"step {progress.step + 1} was dropped; --resume repeats it"
         first = None
         try:
             # Before the ranks synchronize: without data, all can still stop together.
@@ -159,7 +160,7 @@ class TrainingLoop:
             raise ranks.failure
         try:
             self._one_step(clock, reporter, first)
-        except StreamInterrupted:
+        except (StreamInterrupted, StoppedError):
             if ranks.world > 1:  # the other ranks are in the middle of the step
                 raise ranks.failure or stop.as_error(dropped) from None
             log.info("%s", dropped)
@@ -175,7 +176,8 @@ class TrainingLoop:
     def _one_step(self, clock: StepClock, reporter: StepReporter, batch: TrainingBatch) -> None:
         """Run one optimizer step over all micro-batches of its global batch, and report finished steps.
 
-        Raises StreamInterrupted: a stop came while waiting for a further micro-batch; the step counts as not begun.
+        Raises StreamInterrupted: a stop came while waiting for a further micro-batch; StoppedError: the step took too
+        long after a stop.  The step counts as not begun.
         """
         config, progress = self.run.config, self.run.progress
         lr = learning_rate(progress.step, config.training)
@@ -214,9 +216,10 @@ class TrainingLoop:
         try:
             for batch, t in batches:
                 for of in self._pieces(t):
-                    piece, ends = batch.rows(of), of.stop >= len(t)
-                    exchanges = last and ends and not late
-                    self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
+                    piece, exchanges = batch.rows(of), last and of.stop >= len(t) and not late
+                    given = (piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
+                    with run.stop.dropping(alone):
+                        self.train_step.accumulate(*given)
             return True
         except Exception as error:
             if not (can_halve and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):

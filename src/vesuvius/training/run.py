@@ -135,6 +135,10 @@ def _begin(
         config, chosen = run_unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.is_requested)
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
+        if not isinstance(checked, int):
+            with stop.dropping():
+                config = _check_kernels(config, ranks, can_halve=bool(chosen))
+            checked = replace(checked, can_halve=bool(chosen))
     except StoppedError:
         log.info("stopped before the run began")
         assert stop.exit_code is not None
@@ -144,8 +148,6 @@ def _begin(
             log_killed_session(directory)
         ranks.send((config, checked, ""))
         return config, checked
-    checked = replace(checked, can_halve=bool(chosen))
-    _check_kernels(config, ranks)
     is_new = not directory.path.exists()
     if not (resume and existed):
         held.enter_context(directory.locked(new=not resume))
@@ -213,12 +215,26 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
     return checked
 
 
-def _check_kernels(config: Config, ranks: Ranks) -> None:
-    """Choose and test this device's kernels before anything is written.  Raises ConfigError."""
+def _check_kernels(config: Config, ranks: Ranks, can_halve: bool = False) -> Config:
+    """Choose and test this device's kernels before anything is written.
+
+    Returns the config, with a smaller micro-batch if memory ran out and `can_halve`.  Raises ConfigError, and
+    GpuMemoryError if memory ran out.
+    """
     device = choose_device(ranks.local_rank)
     configure_kernels(device, config.training)
     micro_batch = rank_share(config, ranks.rank, ranks.world).micro_batch
-    check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device))
+    try:
+        check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device))
+        return config
+    except Exception as error:
+        if not is_gpu_memory_error(error):
+            raise
+        if not (can_halve and micro_batch > 1):
+            raise gpu_memory_error(config, device, error, None) from error
+    smaller = next(size for size in range(micro_batch - 1, 0, -1) if micro_batch % size == 0)
+    log.warning("out of memory when testing kernels with micro-batch %d; trying %d", micro_batch, smaller)
+    return _check_kernels(config.with_micro_batch(smaller), ranks, can_halve)
 
 
 @contextlib.contextmanager

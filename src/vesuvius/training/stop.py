@@ -1,6 +1,6 @@
 """Requests to end a run before its last step: signals, the time limit, the memory guard.
 
-The current step is always finished.
+The current step is finished, or dropped if it takes long (`StopRequest.dropping`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_SIGNALS, VesuviusError
 from vesuvius.runlog.logfile import silence_lost_terminal
 from vesuvius.threads import on_thread
 
@@ -24,18 +25,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.1
+_COUNTED = (signal.SIGTERM, signal.SIGINT)
+_FINISH_S = 3.0  # for the work in progress after a stop
 
 
-class StoppedError(Exception):
-    """A stop was requested, and the work in progress is dropped."""
+class StoppedError(BaseException):
+    """A stop was requested, and the work in progress is dropped.  No Exception: torch.compile wraps those."""
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGHUP, Ctrl-C and a time limit into a request that the loop checks after each step.
+    """Turns signals and a time limit into a request that the loop checks after each step.
 
-    A second signal ends the process at once; the last checkpoint stays intact.  SIGHUP is not counted: when a terminal
-    closes, the kernel, the shell and systemd send it several times, along with SIGTERM.  A context manager, which
-    restores the signal handlers.
+    A second SIGTERM or Ctrl-C ends the process at once; the last checkpoint stays intact.  The others (`STOP_SIGNALS`)
+    are not counted: when a terminal closes, SIGHUP is sent several times, SIGXCPU is repeated every second, and
+    schedulers send SIGTERM after them.  A context manager, which restores the signal handlers.
 
     `ending` says in the log what a command does that ends at once; a second signal then does nothing.
     """
@@ -45,11 +48,12 @@ class StopRequest:
         self._max_hours, self._ending = max_hours, ending
         self.exit_code: int | None = None
         self.reason: str | None = None
-        self._signalled = self._hung_up = False
+        self._received = set[int]()
+        self._drops = False
         self._since_s: float | None = None
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        if self._before[signal.SIGHUP] is signal.SIG_IGN:  # `nohup`
-            del self._before[signal.SIGHUP]
+        # The others stay with a program that handles them, or ignored, as by `nohup`.
+        handlers = {number: signal.getsignal(number) for number in (*_COUNTED, *STOP_SIGNALS)}
+        self._before = {n: known for n, known in handlers.items() if n in _COUNTED or known is signal.SIG_DFL}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # not in a Ray Train worker
@@ -59,9 +63,37 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
+            if signal.SIGALRM in self._before and self._since_s is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in self._before.items():
-                ignored = self._hung_up and number == signal.SIGHUP  # it is sent several times
-                signal.signal(number, signal.SIG_IGN if ignored else handler)
+                repeats = number in self._received and number not in _COUNTED
+                signal.signal(number, signal.SIG_IGN if repeats else handler)
+
+    @contextmanager
+    def dropping(self, active: bool = True) -> Iterator[None]:
+        """Context of work that is dropped unless it ends within 3 s of a stop; no effect unless `active`.
+
+        An alarm ends it wherever the main thread runs Python, also in a compilation.  Raises StoppedError.
+        """
+        if not active:
+            yield
+            return
+        self._drops = True
+        try:
+            self._drop_if_late()
+            yield
+        except BaseException:
+            if self._drops:  # not because of the alarm
+                raise
+        finally:
+            is_dropped, self._drops = not self._drops, False
+        if is_dropped:  # also if the error was swallowed
+            raise StoppedError
+
+    def _drop_if_late(self) -> None:
+        if self._drops and self.requested_for_s() >= _FINISH_S:
+            self._drops = False
+            raise StoppedError
 
     def time_left_s(self) -> float | None:
         """Seconds until the time limit; None without one."""
@@ -83,7 +115,7 @@ class StopRequest:
         """Seconds since a stop was first noticed; 0 without one."""
         if not self.is_requested():
             return 0.0
-        self._since_s = self._since_s or time.monotonic()
+        self._since_s = time.monotonic() if self._since_s is None else self._since_s
         return time.monotonic() - self._since_s
 
     def pending(self) -> tuple[int, str] | None:
@@ -98,21 +130,22 @@ class StopRequest:
         return error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name, hangup = signal.Signals(number).name, number == signal.SIGHUP
-        if hangup:
-            self._hung_up = True
+        name, is_counted, is_first = signal.Signals(number).name, number in _COUNTED, self.exit_code is None
+        if number == signal.SIGHUP:
             silence_lost_terminal()
-        elif self._signalled and not self._ending:
+        elif is_counted and not self._received.isdisjoint(_COUNTED) and not self._ending:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._signalled = self._signalled or not hangup
-        if self.exit_code is None:
+        self._received.add(number)
+        if is_first:
             self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
             self.reason = name
-        elif hangup:
-            return
-        hint = "" if hangup else "; send the signal again to exit now"
-        log.info("%s: %s", name, self._ending or f"stopping after the current step{hint}")
+        if is_first or is_counted:
+            hint = "; send the signal again to exit now" if is_counted else ""
+            log.info("%s: %s", name, self._ending or f"stopping after the current step{hint}")
+        if (left_s := _FINISH_S - self.requested_for_s()) > 0 and signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, left_s)
+        self._drop_if_late()
 
 
 def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,15 @@ import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.runs import WriteConfig, vesuvius_train
 from tests.support.tiny import tiny_sections
 from vesuvius.config import Config
 from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
+from vesuvius.training.forecast.memory_plan import Footprint, plan_memory
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.run import _check_kernels
+from vesuvius.training.step import self_test
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem, network_convolutions
 from vesuvius.training.step.setup import AmpMode, build_network
 
@@ -124,7 +128,47 @@ def test_a_run_tests_the_micro_batch_of_its_ranks() -> None:
     for world in (1, 2):
         with Recorded() as recorded:
             _check_kernels(config, replace(SINGLE, world=world))
-        assert {shape[0] for shape, *_ in recorded.backward} == {4 // world}
+        assert {shape[0] for shape, *_ in recorded.backward} == {4 // world, 1}, "float32: patch by patch"
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_the_test_needs_less_memory_than_planned_and_than_the_step(batch: int, channels_last: bool) -> None:
+    """A program that computes the float32 reference of all patches together, or plans the step alone, fails."""
+    config = tiny(full_res_channels=8, channels=[16, 32]).with_training(channels_last=channels_last, amp="bf16")
+    plan = plan_memory(config, batch, "bf16")
+    with Footprint() as footprint:
+        check_kernels(config, batch, CPU, "bf16")
+    assert max(footprint.history) < 0.5 * max(plan.live_bytes)
+    weights = 8 * max(math.prod(each.weight_shape) * 4 for each in network_convolutions(config, batch))
+    assert max(footprint.history) <= plan.self_test_bytes + weights, "a few copies of a kernel, as the step has"
+    assert replace(plan, live_bytes=(1,)).peak_bytes == plan.self_test_bytes
+
+
+def test_if_the_test_runs_out_of_memory_the_micro_batch_is_halved_or_the_run_ends_with_3(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def small_gpu(x: Tensor, *given: Any, **how: Any) -> Tensor:
+        if len(x) > 2 and type(x) is Tensor:  # the plan has fake tensors
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+        return conv3d(x, *given, **how)
+
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(training={"amp": "bf16", "max_steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(self_test.F, "conv3d", small_gpu)
+        sizes = "training.train_batch_size=4", "training.accumulate_steps=1"
+        assert vesuvius_train(config, *sizes) == 3
+        assert "run it again with training.train_batch_size=2 training.accumulate_steps=2" in "".join(
+            capsys.readouterr()
+        )
+        assert not Path("runs/tiny").exists()
+        assert vesuvius_train(config, "training.train_batch_size=auto", "training.accumulate_steps=8") == 0
+    said = "".join(capsys.readouterr())
+    assert "testing kernels with micro-batch 8; trying 4" in said
+    assert "testing kernels with micro-batch 4; trying 2" in said
+    stored = yaml.safe_load(Path("runs/tiny/config.resolved.yaml").read_text())["training"]
+    assert (stored["train_batch_size"], stored["accumulate_steps"]) == (2, 4)
 
 
 @pytest.mark.parametrize("part", ["input gradient", "weight gradient", "bias gradient"])

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import ray
 
 from vesuvius.config import ClusterConfig
-from vesuvius.errors import ConfigError, one_line
+from vesuvius.errors import STOP_SIGNALS, ConfigError, one_line
 from vesuvius.stream.options import check_cluster
 from vesuvius.stream.ray import private
 from vesuvius.threads import on_thread
@@ -234,12 +234,12 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Block SIGTERM and SIGHUP here, and permanently in all processes started within the context and their children.
+    """Block `STOP_SIGNALS` here, and permanently in all processes started within the context and their children.
 
     A scheduler, or a closing terminal, sends them to all processes of a job: Ray, without its daemons, would abort this
     process before it saves.
     """
-    before, put_back = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}), sigterm_handler()
+    before, put_back = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), sigterm_handler()
     try:
         yield
     finally:

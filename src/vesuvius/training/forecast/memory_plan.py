@@ -107,8 +107,15 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum allocated during a step."""
-        return max(self.live_bytes)
+        """Maximum allocated during a step, or by the test of its convolutions before."""
+        return max(*self.live_bytes, self.self_test_bytes)
+
+    @property
+    def self_test_bytes(self) -> int:
+        """Bound on the memory to test the largest convolution (`step/self_test.py`): of all patches input, output,
+        their gradients and a copy in 16 bits, of one patch the same in float32.
+        """
+        return 0 if self.amp == "off" else int(max(self.convolution_bytes, default=0) * (3 + 8 / self.batch))
 
     @property
     def workspace_bytes(self) -> int:

@@ -290,10 +290,12 @@ def gpu_memory_error(
 ) -> GpuMemoryError:
     """Error that ends a run: failure, value and remedy in the first line, memory owners below.
 
-    `saved_step`: step of the checkpoint with all finished steps, or None if saving failed.
+    `saved_step`: step of the checkpoint with all finished steps, or None if none was saved.
     """
     use = read_vram(device, new_window=False)
     what_to_do = remedy(config)
+    if saved_step is None:  # a run that failed at its start left nothing to resume
+        what_to_do = what_to_do.replace("continue with --resume", "run it again with")
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # torch's other figures are in the table
     first = (
         f"A step with train_batch_size {config.training.micro_batch} does not fit the GPU: out of memory "
@@ -306,7 +308,7 @@ def gpu_memory_error(
             f"{format_size(use.reserved_bytes)}, CUDA itself and other processes {format_size(use.foreign_bytes)}, "
             f"{format_size(use.free_bytes)} of {format_size(use.total_bytes)} are free"
         )
-    saved = "saving failed; --resume continues from the previous one"
+    saved = "none was saved; --resume continues from the last one, if any"
     if saved_step is not None:
         saved = f"step {saved_step} is saved; no steps are lost"
     return GpuMemoryError(f"{first}\nmemory: {held}\ncheckpoint: {saved}", what_to_do)

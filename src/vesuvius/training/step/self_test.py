@@ -38,7 +38,8 @@ class Convolution:
 
 
 def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode, backward: bool = True) -> None:
-    """Test the 16-bit convolutions of the network of `config`; takes about two forward and backward passes.
+    """Test the 16-bit convolutions of the network of `config`; takes about two forward and backward passes and less
+    memory than a step.
 
     Raises ConfigError: a result or gradient is not finite or wrong beyond rounding, or torch would not use cuDNN.
     """
@@ -80,34 +81,52 @@ def convolution_errors(
 ) -> dict[str, float]:
     """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
 
+    All patches run together in 16 bits, as in a step, and one by one in float32: together that would need more memory
+    than the step (`MemoryPlan.self_test_bytes`).
+
     Returns the relative error (norm of the difference over the norm of the float32 result) of the output and of the
     gradients of input, weight and bias.
     """
     generator = torch.Generator(device).manual_seed(2)
 
-    def normal(*shape: int) -> Tensor:
-        x = torch.randn(shape, generator=generator, device=device)
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return x.contiguous(memory_format=torch.channels_last_3d) if channels_last and len(shape) == 5 else x
 
-    x, kernel = normal(*convolution.input_shape), normal(*convolution.weight_shape)
-    x, kernel, bias = leaves = (x, kernel * kernel[0].numel() ** -0.5, normal(len(kernel)))
-    for leaf in leaves:
-        leaf.requires_grad_(backward)
-    output_gradient: list[Tensor] = []  # the same for both runs
+    kernel = normal(*convolution.weight_shape)
+    weights = (kernel * kernel[0].numel() ** -0.5, normal(len(kernel)))
+    for weight in weights:
+        weight.requires_grad_(backward)
 
-    def run(amp: AmpMode) -> list[Tensor]:
+    def run(x: Tensor, gradient: Tensor | None, amp: AmpMode) -> tuple[list[Tensor], Tensor]:
+        """Output, gradients of input, weight and bias, and the output's gradient, which is drawn if None."""
+        leaf = x.detach().requires_grad_(backward)
         with autocast(device, amp):
-            out = F.conv3d(x, kernel, bias, stride=convolution.stride, padding=convolution.padding)
+            out = F.conv3d(leaf, *weights, stride=convolution.stride, padding=convolution.padding)
         if not backward:
-            return [out]
-        if not output_gradient:
-            output_gradient.append(normal(*out.shape))
-        return [out.detach(), *torch.autograd.grad(out, leaves, output_gradient[0].to(out.dtype))]
+            return [out], out
+        gradient = normal(*out.shape, dtype=out.dtype) if gradient is None else gradient
+        return [out.detach(), *torch.autograd.grad(out, (leaf, *weights), gradient)], gradient
 
+    x = normal(*convolution.input_shape, dtype=torch.bfloat16 if amp == "bf16" else torch.float16)
+    ours, gradient = run(x, None, amp)
+    sums = [torch.zeros_like(weight) for weight in ours[2:]]  # over the patches, of weight and bias
+    squares = torch.zeros(4, 2, device=device)  # of differences and of float32 results
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        exact = run("off")
-    pairs = zip(("output", "input gradient", "weight gradient", "bias gradient"), run(amp), exact, strict=False)
-    return {name: float((ours.to(truth.dtype) - truth).norm() / truth.norm()) for name, ours, truth in pairs}
+        for patch in range(len(x)):
+            row = slice(patch, patch + 1)
+            exact, _ = run(x[row].float(), gradient[row].float(), "off")
+            for part, truth in enumerate(exact[:2]):
+                squares[part, 1] += truth.norm() ** 2
+                squares[part, 0] += truth.sub_(ours[part][row]).norm() ** 2
+            for total, truth in zip(sums, exact[2:], strict=True):
+                total += truth
+            del exact, truth  # before the next patch
+    for part, total in enumerate(sums, start=2):
+        squares[part] = torch.stack([(ours[part] - total).norm() ** 2, total.norm() ** 2])
+    names = ("output", "input gradient", "weight gradient", "bias gradient")
+    errors = (squares[:, 0] / squares[:, 1]).sqrt().tolist()
+    return dict(zip(names[: len(ours)], errors, strict=False))
 
 
 def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool) -> str:
