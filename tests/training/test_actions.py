@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from tests.monitor.test_verdict import window
-from tests.support.runs import records_of, vesuvius_train
 from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.memory.guard import LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.monitor import Monitor
@@ -55,7 +54,6 @@ class NotedMonitor:
     loop_status: LoopStatus = field(default_factory=LoopStatus)
     used_bytes: int = 10 * GIB
     obeyed: int = 0
-    saves: int = 0
     restarts: int = 0
 
     @property
@@ -66,8 +64,6 @@ class NotedMonitor:
         self.obeyed += 1
         self.order = None
 
-    def saved(self) -> None:
-        self.saves += 1
         self.order = None
 
     def readers_changed(self) -> None:
@@ -124,9 +120,9 @@ class Loop:
         self.verdicts: Any = SimpleNamespace(last=None)
         self.guard, self.tuner = GuardActions(run), Autotuner(run, self.feed, self.monitor, self.verdicts)
 
-    def step(self, order: Order | None = None) -> bool:
+    def step(self, order: Order | None = None) -> None:
         self.monitor.order = order
-        return self.guard.execute(self.feed, self.monitor, 0.5)
+        self.guard.execute(self.feed, self.monitor, 0.5)
 
     def hears(self, *verdicts: Verdict) -> None:
         for verdict in verdicts:
@@ -167,7 +163,7 @@ def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
     assert run.monitor.loop_status.can_shrink == (changes is not None)
     assert run.monitor.loop_status.readers == ({41: 7} if training["workers"] else {})
     if changes is not None:
-        assert not run.step(Order("shrink", "close to running out of memory"))
+        run.step(Order("shrink", "close to running out of memory"))
         assert run.feed.changes == [changes]
         assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["workers"])
         assert [(event["rung"], event["step"]) for event in run.events] == [("shrink", 10)]
@@ -218,15 +214,6 @@ def test_resident_volumes_smaller_than_their_readers_are_not_dropped(loop: Calla
     run.feed.has_resident = True
     run.step()
     assert not run.monitor.loop_status.can_drop
-
-
-def test_growth_of_other_processes_only_saves_a_checkpoint(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    assert run.step(Order("save", "close to running out of memory"))
-    assert not run.step()
-    assert (run.feed.changes, run.monitor.obeyed, run.monitor.saves) == ([], 0, 1)
-    assert [event["rung"] for event in run.events] == ["save"]
-    assert not run.stop.is_requested()
 
 
 @pytest.mark.parametrize("signal_first", [True, False])
@@ -291,24 +278,6 @@ class Full(Watcher):
         real = super().sample()
         root = replace(real.processes[0], anon_bytes=int(self.share * self._limit_bytes))
         return replace(real, processes=(root,), shared_bytes=0)
-
-
-def test_a_run_that_saves_for_the_growth_of_others_continues_to_its_end(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guard orders a save after the third step; the only other checkpoint is the last."""
-    monkeypatch.chdir(tmp_path)
-    orders = [Order("save", "close to running out of memory: the machine")]
-    order = property(
-        lambda self: orders[0] if orders and self.loop_status.step >= 3 else None, lambda self, order: None
-    )
-    monkeypatch.setattr(Monitor, "order", order, raising=False)
-    monkeypatch.setattr(Monitor, "saved", lambda self: orders.clear())
-    config = tiny_config(training={"max_steps": 8, "save_every": 100})
-    assert vesuvius_train(config) == EXIT_OK
-    assert [record["step"] for record in records_of("checkpoint")] == [4, 8]
-    (event,) = [record for record in records_of("event") if record["event"] == "guard"]
-    assert (event["rung"], event["step"]) == ("save", 4)
 
 
 def test_a_verdict_is_applied_once_and_recorded_with_its_reason(

@@ -123,8 +123,7 @@ class Trainer:
         """The records written since the last call; remembers the first action of the memory guard."""
         records = self._tail.new()
         for record in records:
-            # A checkpoint saved for the growth of others says nothing of the setting.
-            if record["kind"] == "event" and record["event"] == "guard" and record.get("rung") != "save":
+            if record["kind"] == "event" and record["event"] == "guard":
                 self._guard_text = self._guard_text or record["text"] or "the memory guard acted"
         return records
 

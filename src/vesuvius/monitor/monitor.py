@@ -161,12 +161,6 @@ class Monitor:
             self.order = None
             self._obeyed = True
 
-    def saved(self) -> None:
-        """Tell the guard that the checkpoint it ordered was saved."""
-        with self._judging:
-            self._guard.saved()
-            self.order = None
-
     def readers_changed(self) -> None:
         """Forget earlier growth: readers were restarted for another reason."""
         self._watch.restart()

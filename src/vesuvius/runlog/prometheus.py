@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
 _RISKS = {"LOW": 0, "WARN": 1, "CRITICAL": 2}
-_RUNGS = ("save", "drop", "restart", "shrink", "exit")
+_RUNGS = ("drop", "restart", "shrink", "exit")
 _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0)
 LATEST = {

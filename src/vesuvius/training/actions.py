@@ -45,20 +45,15 @@ class GuardActions:
         self.reason = order.reason
         self._run.stop.request(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
 
-    def execute(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> bool:
-        """Execute the guard's pending order, and report the loop's status to the monitor; returns whether to save now.
+    def execute(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> None:
+        """Execute the guard's pending order, and report the loop's status to the monitor.
 
         `longest_step_s`: of recent steps, without pauses.
         """
         order, self._options = monitor.order, feed.stream.options
         self._kept = self._kept or feed.stream.has_resident
         self._readers_again = feed.stream.num_readers_without_resident
-        saves = order is not None and order.rung == "save"
-        if order is not None and saves:
-            log.warning("memory guard: saving a checkpoint; training continues: %s", order.reason)
-            self._record(order.rung, order.reason)
-            monitor.saved()
-        elif order is not None and order.rung != "exit":
+        if order is not None and order.rung != "exit":
             self._reopen(order, feed)
             monitor.carried_out()
         stream, workers, smaller = feed.stream, self._options.workers, self._smaller()
@@ -71,7 +66,6 @@ class GuardActions:
             can_drop=stream.resident_frees_memory,
             can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
-        return saves
 
     def record_exit(self, limit_name: str) -> tuple[str, str]:
         """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""

@@ -98,18 +98,15 @@ class TrainingLoop:
                 while progress.step < config.stop_step and self._next_step(clock, reporter):
                     self._stop_if_moved()
                     self._record_events(stream)
-                    saves = False
                     with clock.pausing():
                         if not stop.is_requested():
-                            saves = self.guard_actions.execute(self.feed, self.monitor, reporter.longest_step_s)
+                            self.guard_actions.execute(self.feed, self.monitor, reporter.longest_step_s)
                             tune()
                     self.periodic.record_saves()
-                    if saves or self.periodic.is_scheduled():
+                    if self.periodic.is_scheduled():
                         reporter.report(wait=True)
                         with clock.pausing():
                             self.periodic.run_scheduled()
-                            if saves:
-                                self.periodic.save()
                 reporter.finish()
                 self.periodic.save()  # overlaps with ending the readers: a scheduler may not allow time for both
             except Exception as error:

@@ -10,14 +10,12 @@ from typing import Literal
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.memory.risk import Level, Risk
 
-Rung = Literal["save", "drop", "restart", "shrink", "exit"]
+Rung = Literal["drop", "restart", "shrink", "exit"]
 
 _SHOWS_S = 10.0  # before a restart of the readers shows in memory
 _TREND_S = 45.0  # before growth is known again after it: readers fill their buffers, then six windows of 5 s
 _SAVE_S = 15.0  # to write a checkpoint and exit
 _EXIT_HOLD_S = 3.0  # a shorter peak above exit_at is ignored
-_GROWN_BY = 0.01  # growth of other programs, as a share, before another checkpoint is saved because of them
-_SAVED_S = 300.0  # least time between two such checkpoints
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class LoopStatus:
 class Order:
     """Something the loop must do after the current step."""
 
-    # save: save a checkpoint and continue; drop: release the volumes kept in memory; restart: restart the readers
+    # drop: release the volumes kept in memory; restart: restart the readers
     # unchanged; shrink: continue with half the prefetch and one reader fewer; exit: save and exit
     rung: Rung
     reason: str  # the figures behind it, for people
@@ -52,8 +50,8 @@ class Guard:
     possible should that not help; leaking readers are also restarted if growth leaves just enough time.  Exit is
     ordered at `exit_at`, or when growth leaves only two steps and the time to save.
 
-    Only memory that the run can influence counts (`Risk.ours`).  If other programs fill the memory, a checkpoint is
-    saved and the run continues: stopping it would not help, and the next start would find as little memory.
+    Only memory that the run can influence counts (`Risk.ours`).  If other programs fill the memory, the run continues:
+    stopping it would not help, and the next start would find as little memory.
 
     Not thread-safe.
     """
@@ -64,7 +62,6 @@ class Guard:
         self._carried_out_s = -math.inf
         self._has_shrunk = False
         self._beyond_exit_since_s: float | None = None
-        self._saved_s, self._saved_at = -math.inf, -math.inf  # time and share of the last "save" order
 
     def judge(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
         """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
@@ -72,21 +69,15 @@ class Guard:
         `time_s` is that of the sample, by any clock.
         """
         helped = [limit for limit in risk.ours if shrinking_helps(limit, self._policy)]
-        if risk.level is Level.LOW:
-            self._order, self._saved_s, self._saved_at = None, -math.inf, -math.inf
         if risk.level is Level.LOW or not helped:
-            self._beyond_exit_since_s = None
-            return self._save(time_s, risk, helped)
+            self._order = self._beyond_exit_since_s = None
+            return None
         grows = risk.exhaustion is not None and risk.own_grows and risk.ours[0] in helped
         left_s = risk.exhaustion.within_s if grows and risk.exhaustion else math.inf
         rung = self._rung(time_s, helped, left_s, loop, _leaks(risk, loop.readers))
-        if rung and (self._order is None or self._order.rung == "save" or rung == "exit" != self._order.rung):
+        if rung and (self._order is None or rung == "exit" != self._order.rung):
             self._order = Order(rung, risk.reason)
-        return self._order or self._save(time_s, risk, helped)
-
-    def saved(self) -> None:
-        """Note that the order to save was carried out."""
-        self._order = None
+        return self._order
 
     def carried_out(self, time_s: float) -> None:
         """Note that the readers were changed as ordered, which takes time to show."""
@@ -122,19 +113,6 @@ class Guard:
         kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._policy)
         halfway = (self._policy.exit_at + kill) / 2
         return used_share(nearest, self._policy) >= halfway > self._policy.exit_at or time_s - since_s >= _EXIT_HOLD_S
-
-    def _save(self, time_s: float, risk: Risk, helped: Sequence[MemoryLimit]) -> Order | None:
-        """Return an order to save and continue if other programs fill the memory; again once they have grown."""
-        self._order = self._order if self._order and self._order.rung == "save" else None
-        ours = bool(helped) and (risk.own_grows or largest_share(helped, self._policy) >= self._policy.exit_at)
-        share = largest_share(risk.limits, self._policy)
-        # The level falls with a delay, so it may still be that of the last order.
-        near = share >= self._policy.exit_at or (risk.exhaustion is not None and risk.exhaustion.firm)
-        due = time_s - self._saved_s >= _SAVED_S and share >= self._saved_at + _GROWN_BY
-        if self._order is None and risk.level is Level.CRITICAL and near and not ours and due:
-            self._saved_s, self._saved_at = time_s, share
-            self._order = Order("save", risk.reason)
-        return self._order
 
 
 def _leaks(risk: Risk, readers: Collection[int]) -> bool:
