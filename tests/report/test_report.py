@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import re
 import tracemalloc
 import zlib
@@ -343,6 +344,25 @@ def test_values_of_a_wrong_type_are_skipped_like_torn_lines(tmp_path: Path) -> N
             (run / "metrics.jsonl").write_text("\n".join(changed[:-1]))
             (run / "system.jsonl").write_text(changed[-1])
             assert reported(run).facts["state"] == NOT_KNOWN, (record["kind"], name, value)
+
+
+def test_a_page_embeds_no_file_from_outside_of_the_run(tmp_path: Path) -> None:
+    outside = write_run(tmp_path / "outside", [])
+    write_preview(outside, 1, (16, 9))
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    ours = write_preview(run, 1, (16, 9))
+    picture = outside / "samples/step_00000001.png"
+    (run / "linked.png").symlink_to(picture)
+    (run / "folder").symlink_to(outside / "samples")
+    os.mkfifo(run / "pipe.png")
+    names = ("../outside/samples/step_00000001.png", str(picture), "linked.png", "folder/step_00000001.png", "pipe.png")
+    for name in (*names, "samples", "a\0b", "x" * 5000):
+        records = [run_start(), step(1), ours, ours | {"picture": name}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        assert shown(reported(run)).text.count("the picture cannot be read") == 1, name
+    (run / "config.resolved.yaml").unlink()
+    (run / "config.resolved.yaml").symlink_to(outside / "config.resolved.yaml")
+    assert reported(run).config_text == ""
 
 
 def test_a_terminal_table_fits_100_columns_and_keeps_its_words() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.recorded_runs import BEGAN, lines, run_end, run_start, session_file, step, write_run
+from vesuvius.commands.runs import report
 from vesuvius.errors import EXIT_INTERRUPTED, ConfigError
 from vesuvius.report.serve import HOST, LivePage, open_server
 
@@ -108,3 +110,68 @@ def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
         assert process.wait(60) == EXIT_INTERRUPTED
         assert process.stderr is not None
         assert process.stderr.read() == "", "the usual end"
+
+
+def status_of(url: str, *hosts: str) -> int:
+    connection = http.client.HTTPConnection(url.removeprefix("http://").rstrip("/"), timeout=60)
+    connection.putrequest("GET", "/", skip_host=True)
+    for host in hosts:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    with connection.getresponse() as answer:
+        assert answer.status == 200 or b"step 1 of" not in answer.read()
+        return answer.status
+
+
+def test_only_requests_to_names_of_this_machine_are_answered(tmp_path: Path) -> None:
+    """A foreign page whose name resolves to 127.0.0.1 could read the answer otherwise."""
+    with served(write_run(tmp_path / "tiny", [run_start(), step(1)])) as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        for own in ("localhost", "127.0.0.1", "[::1]", "LOCALHOST"):
+            assert (status_of(url, own), status_of(url, f"{own}:{port}")) == (200, 200)
+        assert status_of(url, "localhost:9000") == 200, "through a tunnel"
+        foreign = ("evil.org", f"evil.org:{port}", "localhost.evil.org", "127.0.0.1.evil.org", "evil.org@localhost", "")
+        for host in (*foreign, "0.0.0.0", f"127.0.0.1:{port}x", "localhost:"):
+            assert status_of(url, host) == 421, host
+        assert status_of(url) == 421, "none"
+        assert status_of(url, "localhost", "evil.org") == 421
+
+
+class Asked:
+    """A server that is stopped at once, as by Ctrl-C."""
+
+    server_port = 1
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def serve_forever(self) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"),
+    [
+        (["a", "b", "--serve"], 8642), (["--serve", "a", "b"], 8642), (["a", "--serve", "b"], 8642),
+        (["a", "b", "--serve", "9000"], 9000), (["--serve", "9000", "a", "b"], 9000),
+        (["a", "--serve=9000", "b"], 9000), (["a", "--serve", "9000", "b"], 9000),
+    ],
+)  # fmt: skip
+def test_runs_and_port_may_come_in_any_order(
+    arguments: list[str], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        write_run(tmp_path / "runs" / name, [run_start()])
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[list[str], int]] = []
+
+    def open_one(page: LivePage, port: int) -> Asked:
+        asked.append(([run.name for run in page._runs], port))
+        return Asked()
+
+    monkeypatch.setattr("vesuvius.report.serve.open_server", open_one)
+    assert report(arguments) == EXIT_INTERRUPTED
+    assert asked == [(["a", "b"], port)]

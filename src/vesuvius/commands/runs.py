@@ -30,7 +30,10 @@ def report(argv: list[str]) -> int:
         "--serve", type=natural, nargs="?", const=_PORT, metavar="PORT",
         help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
     )  # fmt: skip
-    args = parser.parse_args(argv)
+    # Without a number after it, `--serve` would take the name of a run as its port.
+    numbered = zip(argv, [*argv[1:], ""], strict=True)
+    with_port = [f"--serve={_PORT}" if each == "--serve" and not then.isdecimal() else each for each, then in numbered]
+    args = parser.parse_intermixed_args(with_port)
     if args.out is not None and args.serve is not None:
         parser.error("--out writes a page and --serve serves one; give only one of them")
     runs = [find_run(text) for text in args.runs]

@@ -21,6 +21,7 @@ import numpy as np
 
 from vesuvius.errors import storage_errors
 from vesuvius.report.curves import COLOURS, POINTS, Chart, draw, thinned
+from vesuvius.report.records import file_inside
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redact, redacted
 from vesuvius.runlog.units import format_number
@@ -258,7 +259,8 @@ def _previews(reports: Sequence[RunReport]) -> list[Picture]:
         count = len(report.previews)
         shown = np.linspace(count - 1, 0, min(most, count)).round().astype(int)
         for step, name in (report.previews[index] for index in reversed(shown)):
-            found.append(Picture(f"{report.name}, step {step}", _small(Path(report.directory) / name, width)))
+            file = file_inside(Path(report.directory), name)
+            found.append(Picture(f"{report.name}, step {step}", _small(file, width) if file else None))
     return found
 
 
@@ -268,7 +270,7 @@ def _small(path: Path, width: int) -> bytes | None:
 
     file = io.BytesIO()
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=("PNG", "JPEG")) as image:
             image.thumbnail((width, 2 * width), Image.Resampling.LANCZOS)
             image.convert("RGB").save(file, format="JPEG", quality=75)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow raises all of them

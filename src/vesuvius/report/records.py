@@ -148,7 +148,8 @@ def read_run(path: Path) -> RunRecords:
         first[index : index + 1] = True
         if (keys := _changed_keys(start)) and index < len(first):
             since, changed = index, keys
-    config_text, session = read_text(path / "config.resolved.yaml") or "", read_session(path / "session.json")
+    config, session = file_inside(path, "config.resolved.yaml"), read_session(path / "session.json")
+    config_text = (config and read_text(config)) or ""
     return RunRecords(
         path,
         columns,
@@ -223,6 +224,15 @@ def _add_times(ranks: list[RankTimes], record: Record) -> None:
         of.slowest_in += record.get("slowest") == rank
         of.work_s.append(step_s - comm_s - pause_s)
         of.comm_s.append(comm_s)
+
+
+def file_inside(folder: Path, name: str) -> Path | None:
+    """A file in a folder; None if it is another place (an absolute name, `..`, a link out of it) or no regular file."""
+    try:
+        path = (folder / name).resolve()
+        return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def figure(value: object) -> float:

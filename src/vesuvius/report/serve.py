@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 _REFRESH_S = 10
 _OVER = ("ended", "killed", GONE)
+# Another name may be that of a foreign page which resolves to this machine (DNS rebinding).  The port is that of a
+# tunnel, perhaps.
+_OWN_HOST = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?", re.I)
 
 
 class LivePage:
@@ -47,6 +51,10 @@ def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             with suppress(ConnectionError):  # the browser went away
+                hosts = self.headers.get_all("Host", [])
+                if len(hosts) != 1 or not _OWN_HOST.fullmatch(hosts[0].strip()):
+                    self.send_error(421, "Misdirected Request", f"Open the page as http://{HOST} or http://localhost")
+                    return
                 if self.path.partition("?")[0] != "/":
                     self.send_error(404)
                     return
