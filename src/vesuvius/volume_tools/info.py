@@ -96,6 +96,7 @@ class VolumeFacts:
     zyx: Triple  # positions of z, y and x among them
     levels: tuple[LevelFacts, ...]
     broken: dict[str, str]  # path of each level that cannot be opened -> reason
+    contradictory: dict[str, str]  # path of each level whose scale or translation cannot be right -> reason
     chosen: LevelFacts  # the level to which the fields below refer
     codec: str
     occupancy: Occupancy
@@ -136,6 +137,7 @@ def describe_volume(
             zyx=volume.axes.zyx,
             levels=tuple(levels.values()),
             broken=broken,
+            contradictory=volume.contradictions,
             chosen=levels[spec.level],
             codec=describe_codecs(volume.array),
             occupancy=occupancy,

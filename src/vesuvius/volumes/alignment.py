@@ -196,6 +196,10 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     if kinds <= {"none", "default"} or kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
         return _by_shape(*shapes)
     found = _measured(there, here, *shapes)
+    if not same or (found.factors, found.offsets) != (ONES, ZEROS):  # else both decide alike, right or wrong
+        for each in (volume, array):
+            if each.level and (problem := each.contradictions.get(each.level.path)):
+                raise _AlignmentError(problem)
     full = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (full and found.offsets == ZEROS):
         raise _AlignmentError("one has voxels of size 1 without a unit")
@@ -222,15 +226,13 @@ def _measured(there: Geometry, here: Geometry, volume_zyx: Triple, array_zyx: Tr
     for axis, units in enumerate(zip(there.units_zyx, here.units_zyx, strict=True)):
         size, count = volume_zyx[axis], array_zyx[axis]
         first, second = (MICROMETERS.get(unit or "") for unit in units)
-        one, two = (1.0, 1.0) if first is None or second is None else (first, second)
         if None not in units and first is second is None and units[0] != units[1]:
             raise _AlignmentError(f"their units {units[0]} and {units[1]} cannot be compared")
-        voxel = there.scale_zyx[axis] * one
-        ratio = here.scale_zyx[axis] * two / voxel
+        ratio, shift = there.of(here, axis)
         factor = _factor(ratio, size, count)
         if factor is None:
             raise _AlignmentError(f"the factor {ratio:.6g} along {'zyx'[axis]} is not a ratio of small integers")
-        offset = _offset(factor, (here.translation_zyx[axis] * two - there.translation_zyx[axis] * one) / voxel)
+        offset = _offset(factor, shift)
         if (first is None) != (second is None) and not -factor <= offset <= size - factor * (count - 1):
             raise _AlignmentError(f"only one has a unit ({units[0] or units[1]}), and in that unit they do not fit")
         factors.append(factor)

@@ -6,6 +6,7 @@ Any other transformation is refused, because it may turn the axes of the array a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,9 +65,51 @@ class Geometry:
         voxels = zip(self.translation_zyx, self.scale_zyx, scale_zyx, strict=True)
         return Geometry(scale_zyx, triple(t / old * new for t, old, new in voxels), units_zyx, self.translated)
 
+    def of(self, other: Geometry, axis: int) -> tuple[float, float]:
+        """The other's voxel size along an axis, and its start, in voxels of this one; an unknown unit is the same."""
+        first, second = (MICROMETERS.get(each.units_zyx[axis] or "") for each in (self, other))
+        one, two = (1.0, 1.0) if first is None or second is None else (first, second)
+        voxel = self.scale_zyx[axis] * one
+        shift = (other.translation_zyx[axis] * two - self.translation_zyx[axis] * one) / voxel
+        return other.scale_zyx[axis] * two / voxel, shift
+
 
 VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 """The geometry of an array without metadata."""
+
+
+_ROUNDED = 0.01  # of a length: writers round scales
+
+
+def contradictions(levels: Mapping[str, tuple[Triple, Geometry]]) -> dict[str, str]:
+    """Find levels of a pyramid whose shape does not fit their scale and translation, and why, by path.  Pure.
+
+    Levels cover the same region: sizes in space differ by less than a voxel of the coarser one, as all downsampling
+    that rounds down or up leaves, and so do the first voxels.  Which of two levels is wrong cannot be known: a level is
+    unless it fits more than half of all, itself included.
+    """
+    problems: dict[str, list[str]] = {path: [] for path in levels}
+    for one, two in itertools.combinations(levels, 2):
+        if problem := _contradiction(one, *levels[one], two, *levels[two]):
+            problems[one].append(problem)
+            problems[two].append(problem)
+    return {path: found[0] for path, found in problems.items() if 2 * len(found) >= len(levels)}
+
+
+def _contradiction(one: str, size: Triple, first: Geometry, two: str, shape: Triple, second: Geometry) -> str | None:
+    """Why two levels cannot cover the same region, with both ratios; None if they can."""
+    pairs = [(*first.of(second, axis), size[axis], shape[axis]) for axis in range(3)]
+    if any(abs(n * ratio - voxels) >= max(ratio, 1) + _ROUNDED * voxels for ratio, _, voxels, n in pairs):
+        declared = " x ".join(f"{ratio:.4g}" for ratio, *_ in pairs)
+        real = " x ".join(f"{voxels / n:.4g}" for *_, voxels, n in pairs)
+        return (
+            f"the scale of level {two!r} is {declared} times that of level {one!r}, but by the shapes {shape} and "
+            f"{size} it is {real} times"
+        )
+    if any(abs(shift) > max(ratio, 1) + _ROUNDED * voxels for ratio, shift, voxels, _ in pairs):
+        shifts = ", ".join(f"{shift:.6g}" for _, shift, *_ in pairs)
+        return f"level {two!r} begins {shifts} voxels from level {one!r}, but both cover the same region"
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
-from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, find_axes, space_of
+from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, contradictions, find_axes, space_of
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks, check_keys
 from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source
@@ -87,6 +88,18 @@ class Volume:
     def voxel_size_um(self) -> FloatTriple | None:
         """Edge lengths (z, y, x); None if the metadata do not give them in units of length."""
         return None if self.geometry is None else self.geometry.voxel_size_um
+
+    @cached_property
+    def contradictions(self) -> dict[str, str]:
+        """Why the scale of a level of its pyramid cannot be right, by path.  Reads the metadata of all levels."""
+        levels, entry = {}, self.level.entry if self.level else {"datasets": ()}
+        for dataset in entry["datasets"]:
+            with suppress(DataError, KeyError, IndexError, TypeError):  # a level that cannot be opened either
+                node = read_node(self.source, path := str(dataset["path"]))
+                geometry = space_of(entry, dataset, self.array.ndim, self.name).geometry(self.axes.zyx)
+                if node and node.is_array and geometry:
+                    levels[path] = self.axes.zyx_of(node.document["shape"]), geometry
+        return contradictions(levels)
 
     @cached_property
     def fill_value(self) -> float:
