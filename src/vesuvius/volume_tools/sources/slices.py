@@ -69,7 +69,7 @@ def open_tiff(file: Path) -> Stored:
 
 def open_folder(folder: Path) -> Stored:
     """Open a folder of slices, sorted by number."""
-    files = [file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS and file.name[0] != "."]
+    files = files_in(folder)
     if len({file.suffix.lower() for file in files}) != 1:
         found = " and ".join(sorted({file.suffix for file in files})) or f"no {', '.join(_ENDINGS)}"
         raise refuse(folder, f"it has {found} files", "choose a folder with slices of one format")
@@ -97,6 +97,11 @@ def open_folder(folder: Path) -> Stored:
             return np.asarray(read).astype(dtype, copy=False)  # old versions of Pillow return 16 bits as 32
 
     return paged(files, f"Z{names}", (len(files), *shape), dtype, 1, load)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The slices in a folder, unsorted."""
+    return [file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS and file.name[0] != "."]
 
 
 def _in_order(files: list[Path], folder: Path) -> list[Path]:

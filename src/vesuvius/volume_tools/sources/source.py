@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.sources import containers, files, medical, slices
+from vesuvius.volume_tools.sources import containers, dicom, files, medical, slices
 from vesuvius.volume_tools.sources.files import Stored, library_errors, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
@@ -58,12 +58,18 @@ def open_source(
 
 def _opened(file: Path, inside: str) -> Stored:
     if file.is_dir():
-        return containers.open_n5(file, inside) if (file / "attributes.json").exists() else slices.open_folder(file)
+        if (file / "attributes.json").exists():
+            return containers.open_n5(file, inside)
+        if not slices.files_in(file) and dicom.is_dicom(file):
+            return dicom.open_dicom(file, inside)
+        return slices.open_folder(file)
     if file.suffix.lower() in (".h5", ".hdf5", ".hdf", ".nxs"):
         return containers.open_hdf5(file, inside)
     for ending, opener in _OPENERS.items():
         if file.name.lower().endswith(ending):
             return opener(file)
+    if dicom.is_dicom(file):
+        return dicom.open_dicom(file, inside)
     raise ConfigError(
         f"Cannot import {file}: it is not a folder of slices, and its name does not end in .tif, .h5, .nii, .nii.gz, "
         ".nrrd, .nhdr or .npy; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
