@@ -1,15 +1,24 @@
-"""Daemon threads, calls with a timeout, and the stacks of all threads."""
+"""Daemon threads and their end: pools, calls with a timeout, forks; and the stacks of all threads."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import cache
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
+
+_EXIT_S = 2.0
 
 
 def on_thread(function: Callable[..., T], *arguments: Any, name: str) -> Future[T]:
@@ -27,11 +36,129 @@ def on_thread(function: Callable[..., T], *arguments: Any, name: str) -> Future[
 
 
 def _run(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function(*arguments))
     except BaseException as error:
         future.set_exception(error)
         del future  # breaks the cycle future -> error -> traceback -> this frame
+
+
+class _Renewable(Protocol):
+    def renew(self) -> None: ...
+
+
+_renewed = WeakSet[_Renewable]()
+
+
+def renew_after_fork(owner: _Renewable) -> None:
+    """Call `renew`, which makes an object's locks and threads, now and in each forked child.
+
+    In a child threads are missing, and locks that they held stay locked.
+    """
+    owner.renew()
+    _renewed.add(owner)
+
+
+def _renew_all() -> None:
+    for owner in list(_renewed):
+        owner.renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)
+
+
+class Pool:
+    """Up to `threads` daemon threads that run calls; started as needed, also in a forked child.
+
+    Takes no lock, as the garbage collector may drop or close a pool on any thread at any time, even on one inside its
+    `submit`.  (An executor's `submit` then waits for itself, and with it all executors.)
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._size, self._name = threads, name
+        self._closed = False
+        _end_pools_at_exit()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin without threads and calls."""
+        self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._idle: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that waits for a call
+        self._starts = itertools.count()
+        self.threads: list[threading.Thread] = []
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Return a future for the call's result or error; cancelled if the pool is closed.
+
+        Raises RuntimeError: no thread can be started.
+        """
+        future: Future[T] = Future()
+        self._calls.put((future, function, arguments))
+        try:
+            self._idle.get_nowait()
+        except Empty:
+            if next(self._starts) < self._size:
+                thread = threading.Thread(target=_serve, args=(self._calls, self._idle), name=self._name, daemon=True)
+                self.threads.append(thread)
+                thread.start()
+        if self._closed:
+            future.cancel()
+        return future
+
+    def close(self) -> None:
+        """Cancel the calls that have not begun, and let the threads end; waits for nothing."""
+        self._closed = True
+        with suppress(Empty):
+            while True:
+                if (call := self._calls.get_nowait()) is not None:
+                    call[0].cancel()
+        self.__del__()
+
+    def __del__(self) -> None:
+        for _ in self.threads:
+            self._calls.put(None)
+
+
+def _serve(calls: SimpleQueue[tuple[Any, ...] | None], idle: SimpleQueue[None]) -> None:
+    while (call := calls.get()) is not None:
+        _run(*call)
+        del call  # while this thread waits for the next one
+        idle.put(None)
+
+
+def before_exit(end: Callable[[], object]) -> None:
+    """Call `end` when the interpreter exits, before it waits for threads (`atexit` runs afterwards)."""
+    with suppress(RuntimeError):  # it is already shutting down
+        threading._register_atexit(end)  # type: ignore[attr-defined]
+
+
+@cache
+def _end_pools_at_exit() -> None:
+    """End the threads of all pools at exit: one that returns from native code later could abort the process."""
+
+    def end() -> None:
+        pools, deadline = [pool for pool in list(_renewed) if isinstance(pool, Pool)], time.monotonic() + _EXIT_S
+        for pool in pools:
+            pool.close()
+        for thread in itertools.chain.from_iterable(pool.threads for pool in pools):
+            thread.join(max(deadline - time.monotonic(), 0))
+
+    before_exit(end)
+
+
+@cache
+def _ender() -> Pool:
+    return Pool(1, "end")
+
+
+def end_later(end: Callable[[], object]) -> Future[object]:
+    """Call `end` soon on a thread of its own: for finalisers, which must not wait or take locks.
+
+    Call it once outside of a finaliser first, because that starts the thread.
+    """
+    return _ender().submit(end)
 
 
 def thread_stacks() -> Iterator[str]:

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ import zarr
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
+from vesuvius.threads import Pool, renew_after_fork
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
 from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.format.shards import Coords, Index, ShardForm
@@ -75,12 +76,16 @@ class ChunkGrid:
         )
         self._indices: OrderedDict[str, Index | None] = OrderedDict()  # of shards that are read in parts
         self._last = _NO_SHARD  # the last shard that was read in full
-        self._lock = threading.Lock()
+        renew_after_fork(self)
         self._folder = f"{array.path}/" if array.path else ""
         name = re.escape(self._name("ZYX"))  # letters, which no key contains, stand for the numbers
         for axis in "zyx":
             name = name.replace(axis.upper(), rf"(?P<{axis}>0|[1-9]\d*)")  # zarr writes no leading zeros
         self._key_pattern = re.compile(re.escape(self._folder) + name)
+
+    def renew(self) -> None:
+        """Make the lock anew in a forked child."""
+        self._lock = threading.Lock()
 
     def chunks_of(self, box: Box) -> Iterator[Triple]:
         """Coordinates of the chunks that a box touches."""
@@ -285,10 +290,14 @@ class Staging:
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._grid = grid
+        self._stager = Pool(1, "stage")
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin with nothing staged."""
         self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that use it
         self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
-        self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
     def stage(self, box: Box) -> None:
         """Start fetching the chunks of a box.  Never blocks, not even for the indices of shards."""

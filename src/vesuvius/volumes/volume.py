@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,6 +28,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.threads import Pool
 from vesuvius.volumes.box import Box, indexed_box, intersection, is_inside, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
@@ -68,6 +69,7 @@ class Volume:
     level: Level | None  # None for a bare array
     source: Source
     node: Node
+    spec: ArrayConfig
     missing_chunk: Literal["air", "error"]
     nan: Nan
 
@@ -152,7 +154,7 @@ class Volume:
         box: Box,
         out: NDArray[Any] | None = None,
         before: Callable[[Triple], None] = lambda chunk: None,
-        decoders: Executor | None = None,
+        decoders: Pool | None = None,
     ) -> NDArray[Any]:
         """Read and decode a box; absent chunks have the fill value.  During an outage it blocks and retries.
 
@@ -197,11 +199,15 @@ class Volume:
         voxels = self.read(box) if is_inside(box, self.shape_zyx) else np.empty(shape_of(box), self.dtype)
         return voxels[rest]
 
+    def __reduce__(self) -> Any:
+        """Pickle the address and the settings: the copy is opened again, with the same errors as `open_volume`."""
+        return open_volume, (self.spec, self.source.config, self.missing_chunk, self.nan, True)
+
     def close(self) -> None:
         """Stop the threads that fetch."""
         self.source.close()
 
-    def _loads(self, box: Box, decoders: Executor | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
+    def _loads(self, box: Box, decoders: Pool | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
         """The chunks of a box, each with a function that waits for its voxels."""
         ahead: deque[tuple[Triple, Future[NDArray[Any] | None]]] = deque()
         for chunk, fetch in self._fetches(box):
@@ -214,7 +220,7 @@ class Volume:
                 yield first, voxels.result
         yield from ((chunk, voxels.result) for chunk, voxels in ahead)
 
-    def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Executor) -> Future[NDArray[Any] | None]:
+    def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Pool) -> Future[NDArray[Any] | None]:
         """Wait for the bytes here, so that decoders never block; errors are raised in the order of the chunks."""
         try:
             data = fetch()
@@ -349,7 +355,7 @@ def open_volume(
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
-            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, missing_chunk, nan)
+            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
             if not reopened:
                 check_keys(name, volume.grid)
             return volume

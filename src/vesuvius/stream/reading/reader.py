@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
 from vesuvius.stream.reading.reading_log import crashed_chunks, open_reading_log
+from vesuvius.threads import Pool
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -124,7 +124,7 @@ class Reader:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._ring_index = 0
-        self._decoders = ThreadPoolExecutor(threads, "decode") if threads > 1 else None
+        self._decoders = Pool(threads, "decode") if threads > 1 else None
         self._actor, self._began = actor, time.time()
         self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
@@ -181,7 +181,7 @@ class Reader:
         for volume in self._opened:
             volume.close()
         if self._decoders is not None:
-            self._decoders.shutdown(wait=False)
+            self._decoders.close()
 
     @property
     def _block(self) -> Block:

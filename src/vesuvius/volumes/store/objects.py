@@ -20,12 +20,21 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.redact import redact
-from vesuvius.volumes.errors import FetchError, ProtocolError, is_outage, is_protocol_error, reason, status_of
+from vesuvius.volumes.errors import (
+    FetchError,
+    ProtocolError,
+    RefusedError,
+    is_outage,
+    is_protocol_error,
+    reason,
+    status_of,
+)
 from vesuvius.volumes.store.credentials import authority, find_signing
 
 _BUCKETS: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _WEB = ("http", "https", "hf")  # plain web servers, which cannot list
 _ENVIRONMENTS = {"s3": "AWS_*", "gs": "GOOGLE_*", "az": "AZURE_STORAGE_ACCOUNT_NAME and other AZURE_*"}
+_reading_pid: int | None = None  # the process in which obstore's threads run
 _LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
 
 
@@ -199,12 +208,25 @@ class RemoteStore:
     """One store with a URL.  Thread-safe; no method retries."""
 
     def __init__(self, address: str, config: StoreConfig) -> None:
-        self._store = open_store(address, config)
+        self._opened = open_store(address, config)
         self.signing = find_signing(address, config.anonymous).words
         scheme = address.partition("://")[0]
         self.can_list = scheme not in _WEB  # plain web servers cannot
         self._name = shown_address(address)
         self._has_suffixes = False if scheme == "az" else None  # whether it supports suffix ranges; None = unknown
+
+    @property
+    def _store(self) -> obstore.store.ObjectStore:
+        """The store.  Raises RefusedError in a forked child of a process that has read: obstore would wait forever for
+        its threads, which are not there."""
+        global _reading_pid
+        _reading_pid = _reading_pid or os.getpid()
+        if _reading_pid != os.getpid():
+            raise RefusedError(
+                f"Cannot read {self._name} in process {os.getpid()}: it was forked from process {_reading_pid}, which "
+                "has read from the network; start workers with multiprocessing_context='spawn' (or 'forkserver')"
+            )
+        return self._opened
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
         """An object, or a range of it.  Raises FetchError if the object ends before the range."""

@@ -18,6 +18,7 @@ from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
 from vesuvius.runlog.units import format_duration, format_time
+from vesuvius.threads import renew_after_fork
 from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,16 @@ class Retrier:
         self._patient = patient
         self._is_retryable = is_retryable
         self._count = count
+        self._logged = 0.0  # time of the last log line about this outage
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Make the locks anew in a forked child; the failing threads are not there."""
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
-        self._logged = 0.0  # time of the last log line about this outage
+        was_closed, self.closed = self.closed.is_set(), threading.Event()
+        if was_closed:
+            self.closed.set()
 
     @property
     def outage(self) -> Outage | None:

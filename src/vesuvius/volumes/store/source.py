@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
+from vesuvius.threads import Pool, renew_after_fork
 from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
 from vesuvius.volumes.store.cache import open_cache
 from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, is_remote, shown_address
@@ -59,8 +60,12 @@ class Source:
         self._cache = open_cache(config) if self.remote else None
         self._stamps: dict[str, str] = {}  # of objects that the cache holds, as last seen in the store
         self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._is_retryable, self.count)
+        self._pool = Pool(config.requests, "fetch")
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Make the lock anew in a forked child."""
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def outage(self) -> Outage | None:
@@ -165,19 +170,14 @@ class Source:
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function on one of the `config.requests` threads."""
-        with self._lock:
-            if self._retrier.closed.is_set():
-                raise ClosedError(f"{self.shown} was closed; open it again")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
-            return self._pool.submit(function, *arguments)
+        if self._retrier.closed.is_set():
+            raise ClosedError(f"{self.shown} was closed; open it again")
+        return self._pool.submit(function, *arguments)
 
     def close(self) -> None:
         """Stop the threads; reads in progress are abandoned without a retry."""
-        with self._lock:
-            self._retrier.closed.set()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._retrier.closed.set()
+        self._pool.close()
 
     def count(self, **figures: int) -> None:
         """Add to the counters."""
