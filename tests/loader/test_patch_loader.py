@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -269,6 +270,9 @@ def test_the_readers_end_with_the_last_reference(volume: Path) -> None:
     stream = loader.stream
     assert stream.waiting_for() != "the readers to start or stop"
     del loader
+    deadline = time.monotonic() + 60
+    while stream.waiting_for() != "the readers to start or stop" and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert stream.waiting_for() == "the readers to start or stop"
 
 

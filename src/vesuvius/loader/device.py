@@ -56,11 +56,16 @@ class DeviceFeed:
     @contextmanager
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
         """Open the stream that `next` draws from, for the context; arguments and errors are those of `PatchStream`."""
-        with PatchStream(self.job, self.options, **start) as self._stream:
+        with self.start(**start) as stream:
             try:
-                yield self._stream
+                yield stream
             finally:
                 self._stream = None  # it references its last batches
+
+    def start(self, **start: Unpack[StreamStart]) -> PatchStream:
+        """Open the stream that `next` draws from; the caller closes it."""
+        self._stream = PatchStream(self.job, self.options, **start)
+        return self._stream
 
     @property
     def stream(self) -> PatchStream:

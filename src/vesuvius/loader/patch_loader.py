@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakSet
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.config.load import read_config
@@ -17,10 +23,15 @@ from vesuvius.errors import ConfigError, one_line
 from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamChanges, StreamOptions, to_integer
+from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.stream.start.prepare import IntensityRange, prepare_data
-from vesuvius.stream.stream import PatchStream, check_state
+from vesuvius.stream.start.prepare import IntensityRange, amplified_reads, prepare_data
+from vesuvius.stream.stream import PatchStream, check_process, check_state
+from vesuvius.threads import end_later
 from vesuvius.volumes.box import Box
+from vesuvius.volumes.errors import ClosedError
+
+log = logging.getLogger(__name__)
 
 Spec = TypeVar("Spec", bound=ArrayConfig)
 PathLike = str | Path
@@ -28,6 +39,9 @@ Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConf
 Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
 
 _MASKED_FOREGROUND = 0.5
+_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # of torchrun and others, and of mpirun
+_CLOSED = "The PatchLoader was closed during this loop; begin another one"
+_checked = Counter[str]()  # comparisons of the positions of all ranks so far, by plan
 
 
 class PatchLoader(Iterable[PatchBatch]):
@@ -35,8 +49,11 @@ class PatchLoader(Iterable[PatchBatch]):
 
     Patches and their order depend on `seed`, the volumes and the sampling arguments, not on `workers`,
     `prefetch_factor` or the device.  A context manager: on exit the readers, and Ray if the loader started it, end in
-    about a second.  Without `with`, they end at `close()`, with the last reference to the loader, or when the
+    about a second.  Without `with`, they end at `close()`, soon after the last reference to the loader, or when the
     interpreter exits.
+
+    All loops over a loader share its one sequence of batches, and each counts its own `length`.  After an error the
+    next loop, or `next`, goes on at the batch that failed.
 
     Args:
         volumes: OME-Zarr groups or zarr arrays: a path or URL (https://, s3://, gs://, az://, hf://), a `VolumeConfig`
@@ -56,9 +73,9 @@ class PatchLoader(Iterable[PatchBatch]):
         augment: mirror and rotate patches at random, labels with them; rotation needs y = x.
         validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
-        rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed, if initialized.
+        rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed at the first loop.
         length: batches per epoch and rank: what `len` returns and a `for` loop yields; None = endless.
-        epochs: number of epochs of `length` batches after which the loader is exhausted; None = unlimited.
+        epochs: the loader is exhausted after `epochs` times `length` batches, over all loops; None = unlimited.
         prefetch_factor: batches assembled ahead per worker.
         resident: keep the decoded volumes in memory after the first pass.
 
@@ -67,8 +84,11 @@ class PatchLoader(Iterable[PatchBatch]):
         validation_boxes: for each volume the box held out by `validation_fraction`, ((z, y, x), (z, y, x)), or None.
 
     Raises:
-        ConfigError: an argument is invalid or contradicts another.
+        ConfigError: an argument is invalid or contradicts another; on iterating in a forked process or a worker of a
+            DataLoader, with an unknown rank (`WORLD_SIZE` is above 1, torch.distributed is not initialized), or at
+            another position than other ranks.
         DataError: a volume cannot be used; also while iterating, if it can no longer be read.
+        ClosedError: on iterating, the loader was closed since the loop began.
     """
 
     def __init__(
@@ -93,7 +113,8 @@ class PatchLoader(Iterable[PatchBatch]):
         prefetch_factor: int = 2,
         resident: bool = False,
     ) -> None:
-        target = _device(device)
+        if device is not None:
+            _device(device)
         sampling = {
             "patch_size": patch_size,
             "labels": labels,
@@ -104,32 +125,54 @@ class PatchLoader(Iterable[PatchBatch]):
             "validation_fraction": validation_fraction,
         }
         data, seed = _data(volumes, {key: value for key, value in sampling.items() if value is not None}, seed)
-        self._rank, self._world = _rank_and_world(rank, world)
-        options = StreamOptions(to_integer("batch_size", batch_size, 1), workers, prefetch_factor)
+        self._given_rank = _given_rank(rank, world)
+        self._device, self._options = device, StreamOptions(batch_size, workers, prefetch_factor)
         self._length = None if length is None else to_integer("length", length, 1)
         self._epochs = None if epochs is None else to_integer("epochs", epochs, 1)
         if epochs is not None and length is None:
             raise ConfigError(f"epochs={epochs} needs the length of an epoch; set length to its number of batches")
-        self._samples_per_batch = options.batch_size * self._world
-        self._samples_per_epoch = None if self._length is None else self._length * self._samples_per_batch
-        prepared = prepare_data(seed, data, self._rank, self._world)
+        prepared = prepare_data(seed, data)
         self._job, self._resident = prepared.job, resident
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
         if normalize is not False:
             self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        self._feed = DeviceFeed(target, options, self._job, self.intensity_ranges)
-        self._clock = HostClock()  # required by the feed, not read
-        self._stream: PatchStream | None = None
-        self._closing = ExitStack()
         self._state: dict[str, Any] = {
             "seed": seed,
             "sample_index": 0,
             "plan_hash": self._job.plan.hash,
             "quarantined": [],
         }
-        self._in_epoch = 0  # samples of all ranks delivered in the current epoch
-        self._continues = False  # whether the next `for` continues that epoch
+        self._in_epoch = 0  # samples of all ranks delivered in the epoch of the last batch
+        self._continues = False  # whether the next loop continues that epoch
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin in this process, without rank and stream."""
+        self._pickled = tuple(vars(self))
+        self._pid, self._clock = os.getpid(), HostClock()  # the clock is required by the feed, not read
+        self._feed: DeviceFeed | None = None  # None = the rank is unknown
+        self._stream: PatchStream | None = None
+        self._is_running = False  # else `_state` is the position
+        self._is_new, self._num_batches, self._num_closed = True, 0, 0
+        self._loops = WeakSet[_Loop]()
+        self._reading = threading.RLock()  # held by the thread that takes a batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._is_running:
+            raise ConfigError(
+                "A PatchLoader cannot be pickled while its readers run; close() it first, or make it in the process "
+                "that uses it (a DataLoader over a PatchDataset: set num_workers=0 and PatchLoader(workers=...))"
+            )
+        return {name: getattr(self, name) for name in self._pickled}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def __del__(self) -> None:
+        if (stream := vars(self).get("_stream")) is not None and self._is_running and os.getpid() == self._pid:
+            end_later(stream.close)
 
     def __enter__(self) -> Self:
         return self
@@ -143,28 +186,51 @@ class PatchLoader(Iterable[PatchBatch]):
         return self._length
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        """Yield the `length` batches of the next epoch; after `load_state_dict`, the rest of an unfinished one."""
-        if not self._continues:
-            self._in_epoch = 0
-        self._continues = False
-        total = self._samples_per_epoch
-        while total is None or self._in_epoch < total:
-            if self._stream is None:
-                self._open()
+        """Return an iterator over the next `length` batches; after `load_state_dict`, the rest of an unfinished epoch.
+
+        Iterators that live at the same time share the batches: each batch goes to one of them.
+        """
+        check_process("PatchLoader", self._pid)
+        with self._reading:
+            self._join_ranks()
+            loop = _Loop(self, self._in_epoch_now() if self._continues else 0, self._num_closed)
+            self._continues = False
+            self._loops.add(loop)
+        return loop
+
+    def _next(self, loop: _Loop) -> PatchBatch:
+        check_process("PatchLoader", self._pid)
+        with self._reading:
+            if loop.num_closed != self._num_closed:
+                raise ClosedError(_CLOSED)
+            if (total := self._samples_per_epoch) is not None and loop.samples >= total:
+                raise StopIteration
+            stream = self._stream if self._stream and self._is_running else self._open()
+            assert self._feed is not None
+            before = stream.state_dict()
             try:
                 batch, _ = self._feed.next(self._clock)
-            except StopIteration:
-                return
-            self._in_epoch += self._samples_per_batch
-            yield batch
+            except BaseException as error:
+                closed = loop.num_closed != self._num_closed
+                if isinstance(error, StopIteration) and not closed:
+                    raise
+                self._stop(before["sample_index"])  # the next call begins anew with the batch that was not delivered
+                if closed:
+                    raise ClosedError(_CLOSED) from None
+                raise
+            self._num_batches, self._continues = self._num_batches + 1, False
+            loop.turn = self._num_batches
+            loop.samples += self._samples_per_batch
+            self._in_epoch = loop.samples
+            return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data, for a checkpoint between two batches.
 
         Identical on all ranks, except for the damaged chunks that each has met.
         """
-        state = self._state if self._stream is None else self._stream.state_dict()
-        return state | {"in_epoch": self._wrap_epoch(self._in_epoch)}
+        state = self._stream.state_dict() if self._stream and self._is_running else self._state
+        return state | {"in_epoch": self._in_epoch_now()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly at the position of another loader over the same plan, with any workers and device.
@@ -176,22 +242,41 @@ class PatchLoader(Iterable[PatchBatch]):
         """
         check_state(state, self._job)
         in_epoch = to_integer("in_epoch of a state", state.get("in_epoch", 0), 0)
-        if self._stream is not None:
+        if self._stream and self._is_running:
             self._stream.load_state_dict(state)
         self._state = {key: state[key] for key in self._state}
-        self._in_epoch, self._continues = self._wrap_epoch(in_epoch), True
+        self._in_epoch, self._continues, self._is_new = in_epoch, True, True
+        for loop in self._loops:
+            loop.samples = self._in_epoch_now()
 
     def close(self) -> None:
-        """End the readers.  Safe to call again; a later loop starts new ones and continues at the next batch."""
-        if self._stream is not None:
-            self._state = self._stream.state_dict()
-        self._stream = None
-        self._closing.close()
+        """End the readers.  Safe to call again, and on any thread; a later loop starts new ones and continues at the
+        next batch, but loops that have begun raise ClosedError."""
+        if os.getpid() == self._pid:  # else everything belongs to the parent
+            self._num_closed += 1
+            self._stop()
+
+    def _stop(self, sample_index: int | None = None) -> None:
+        """Close the stream; the next one continues at its position, or at this one."""
+        if (stream := self._stream) is not None:
+            stream.close()  # ends the wait of a thread that holds the lock
+            with self._reading:
+                if self._is_running:
+                    self._state = stream.state_dict()
+                    if sample_index is not None:
+                        self._state["sample_index"] = sample_index
+                self._is_running = False
 
     @property
     def stream(self) -> PatchStream:
-        """The underlying stream, with its events and statistics.  Opens it if necessary."""
-        return self._stream or self._open()
+        """The underlying stream, with its events and statistics; a closed one after `close`.  Opens the first one."""
+        if self._stream is None and self._num_closed:
+            raise ConfigError("The PatchLoader is closed and has not read; iterate over it to open a stream")
+        if self._stream is None:
+            check_process("PatchLoader", self._pid)
+            with self._reading:
+                return self._stream or self._open()
+        return self._stream
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Change `workers` or `prefetch_factor` between two batches; the batches do not change.
@@ -199,48 +284,89 @@ class PatchLoader(Iterable[PatchBatch]):
         Raises ConfigError if there is not enough memory; the loader is unchanged.
         """
         self.stream.reconfigure(**changes)
+        assert self._feed is not None
+        self._options = self._feed.options = replace(self._options, **changes)  # also after an error or `close`
 
-    def _wrap_epoch(self, samples: int) -> int:
-        """Return the samples delivered in an epoch, or 0 if it is over."""
-        return samples if self._samples_per_epoch is None or samples < self._samples_per_epoch else 0
+    @property
+    def _samples_per_batch(self) -> int:
+        return self._options.batch_size * self._job.world
+
+    @property
+    def _samples_per_epoch(self) -> int | None:
+        return None if self._length is None else self._length * self._samples_per_batch
+
+    def _in_epoch_now(self) -> int:
+        """Return the samples delivered in the current epoch, 0 if it is over: that of the last batch, or, if its loop
+        was left, of the latest batch of a loop that goes on, such as the one around it."""
+        total = None if self._feed is None else self._samples_per_epoch
+        running = [loop for loop in self._loops if loop.turn and (total is None or loop.samples < total)]
+        over = total is not None and self._in_epoch >= total
+        if over or self._continues or not running:
+            return 0 if over else self._in_epoch
+        return max(running, key=lambda loop: loop.turn).samples
+
+    def _join_ranks(self) -> None:
+        """Take the rank from the arguments or torch.distributed, which may have been initialized meanwhile.
+
+        Raises ConfigError: the rank is unknown, or starts elsewhere than the others.
+        """
+        known = None if self._feed is None else (self._job.rank, self._job.world)
+        if (found := self._given_rank or _launched_rank(known)) != known:
+            self._stop()
+            job = replace(self._job, rank=found[0], world=found[1])
+            check_state(self._state, job)
+            self._job, self._feed = job, DeviceFeed(_device(self._device), self._options, job, self.intensity_ranges)
+            for line in amplified_reads(job.plan, found[1]):
+                log.warning("%s", line)
+        if self._is_new:
+            _compare_positions(self._job, self._state["sample_index"])
+            self._is_new = False
 
     def _open(self) -> PatchStream:
-        stop = None
+        self._join_ranks()
+        assert self._feed is not None
+        stop, num_closed = None, self._num_closed
         if self._epochs is not None and self._samples_per_epoch is not None:
             stop = max(self._epochs * self._samples_per_epoch, self._state["sample_index"])
-        self._stream = self._closing.enter_context(
-            self._feed.open(
-                first=self._state["sample_index"],
-                stop=stop,
-                quarantined=self._state["quarantined"],
-                resident=Resident(self._job) if self._resident else None,
-            )
+        self._stream = self._feed.start(
+            first=self._state["sample_index"],
+            stop=stop,
+            quarantined=self._state["quarantined"],
+            resident=Resident(self._job) if self._resident else None,
         )
+        self._is_running = True
+        if num_closed != self._num_closed:  # by another thread meanwhile
+            self._stop()
+            raise ClosedError(_CLOSED)
         return self._stream
+
+
+class _Loop(Iterator[PatchBatch]):
+    """A loop over a loader."""
+
+    def __init__(self, loader: PatchLoader, samples: int, num_closed: int) -> None:
+        self._loader, self.num_closed = loader, num_closed
+        self.samples = samples  # of all ranks, delivered in its epoch
+        self.turn = 0  # grows with each batch, over all loops; 0 before the first
+
+    def __next__(self) -> PatchBatch:
+        return self._loader._next(self)
 
 
 class PatchDataset(IterableDataset[PatchBatch]):
     """A `PatchLoader` for code that requires a DataLoader: `DataLoader(PatchDataset(loader), batch_size=None)`.
 
-    The loader has its own readers: DataLoader workers raise a ConfigError.
+    The loader has its own readers: in a worker of the DataLoader it raises ConfigError.
     """
 
     def __init__(self, loader: PatchLoader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        if get_worker_info() is not None:
-            raise ConfigError(_NO_WORKERS)
         return iter(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(_NO_WORKERS)
-
-
-_NO_WORKERS = "A DataLoader over a PatchDataset cannot have workers; set num_workers=0 and PatchLoader(workers=...)"
 
 
 def _data(volumes: Volumes, sampling: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
@@ -294,18 +420,48 @@ def _numbers(name: str, value: Any, count: int, what: str) -> list[Any]:
     return numbers
 
 
-def _rank_and_world(rank: int | None, world: int | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks.  Raises ConfigError for one without the other."""
+def _given_rank(rank: int | None, world: int | None) -> tuple[int, int] | None:
+    """Return the rank and the number of ranks of the arguments.  Raises ConfigError for one without the other."""
     if (rank is None) != (world is None):
         raise ConfigError(f"rank={rank} and world={world} are incomplete; pass both or neither")
     if rank is None or world is None:
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return 0, 1
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return None
     rank, world = to_integer("rank", rank, 0), to_integer("world", world, 1)
     if rank >= world:
         raise ConfigError(f"rank {rank} does not exist with world={world}; pass 0 to {world - 1}")
     return rank, world
+
+
+def _launched_rank(known: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the rank that torch.distributed gives now, or else the `known` one, or else 0 of 1.
+
+    Raises ConfigError: a launcher has started several processes, and torch.distributed is not initialized.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for variable in () if known else _WORLD_VARIABLES:
+        if (value := os.environ.get(variable, "").strip()) not in ("", "1"):
+            raise ConfigError(
+                f"The rank of this process is unknown although {variable}={value}, and all would read the same "
+                "samples; call torch.distributed.init_process_group before the first loop, or pass rank and world"
+            )
+    return known or (0, 1)
+
+
+def _compare_positions(job: ReaderJob, sample_index: int) -> None:
+    """Raise ConfigError if the first rank that began this loop began elsewhere.  Waits for no other rank."""
+    distributed = torch.distributed
+    if job.world == 1 or not distributed.is_initialized() or distributed.get_world_size() != job.world:
+        return
+    _checked[job.plan.hash] += 1
+    key = f"vesuvius/{job.plan.hash}/{_checked[job.plan.hash]}"
+    with suppress(RuntimeError):  # the store has ended with the process that holds it
+        first = distributed.distributed_c10d._get_default_store().compare_set(key, "", str(sample_index))
+        if int(first) != sample_index:
+            raise ConfigError(
+                f"Rank {job.rank} starts at sample {sample_index}, but another rank at {int(first)}; load the same "
+                "state on all ranks; for a loader on one rank alone pass rank=0 and world=1"
+            )
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from queue import Empty, SimpleQueue
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.cutter import Cutter, WaitTime
+from vesuvius.threads import Pool
+from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.store.retry import Outage
 
 BATCHES_IN_USE = 2  # by the trainer: the current batch, and the previous one until it is released
@@ -123,7 +125,7 @@ class Feeder:
         self._cutter = cutter
         self._patches = cutter.patches()
         # Two threads copy faster than one, but only views of a resident copy stay valid after the next patch is cut.
-        self._copiers = ThreadPoolExecutor(_COPIERS, "cut") if cutter.is_resident else None
+        self._copiers = Pool(_COPIERS, "cut") if cutter.is_resident else None
         self._clock = clock
         self._arrays = [reusable_arrays(*of, BATCHES_IN_USE + ahead) for of in layout]
         # Both are C queues: the Python lock of a semaphore would stay locked if Ctrl-C interrupted it.
@@ -131,7 +133,6 @@ class Feeder:
         for _ in range(ahead):
             self._free.put(None)
         self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
-        self._ended = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
@@ -139,14 +140,13 @@ class Feeder:
     def next_batch(self) -> Batch | None:
         """Return the next batch, or None at the end.
 
-        Raises the errors of reading and cutting, and StreamInterrupted if none is ready and `interrupted` returns True.
+        Raises the errors of reading and cutting, again at each further call; StreamInterrupted if none is ready and
+        `interrupted` returns True; ClosedError if another thread stops the feeder.
         """
-        if self._ended:
-            return None
         empty = self._ready.empty()
         ready = self._wait_for_batch()
         if not isinstance(ready, Batch):
-            self._ended = True
+            self._ready.put(ready)  # the end stays the end, and an error an error
             if ready is not None:
                 raise ready
             return None
@@ -167,13 +167,15 @@ class Feeder:
         return f"patches to be cut, for sample {self._cutter.index} on"
 
     def stop(self) -> None:
-        """Stop the thread after the current patch, without waiting for it."""
+        """Stop the thread after the current patch, without waiting for it; ends a `next_batch` on another thread."""
         self._stopped.set()
         self._free.put(None)
+        self._ready.put(ClosedError("The stream was closed or reopened by another thread while it was read"))
 
     def join(self) -> None:
         """Wait for the thread for at most a second: a read from an unreachable network may take long."""
-        self._thread.join(_JOIN_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
 
     def _wait_for_batch(self) -> Batch | BaseException | None:
         while True:
@@ -203,7 +205,7 @@ class Feeder:
         finally:
             self._patches.close()  # releases the regions
             if self._copiers is not None:
-                self._copiers.shutdown()
+                self._copiers.close()
 
     def _next(self) -> Batch | None:
         arrays = [next(each) for each in self._arrays]

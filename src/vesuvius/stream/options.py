@@ -41,7 +41,7 @@ class StreamOptions:
         for name, minimum in {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}.items():
             value = getattr(self, name)
             if name != "requests" or value is not None:
-                to_integer(name, value, minimum)
+                object.__setattr__(self, name, to_integer(name, value, minimum))  # an int, as Ray refuses numpy's
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, Unpack
+from weakref import WeakMethod, WeakSet
 
 import numpy as np
 
@@ -38,13 +40,18 @@ from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTot
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.sources import Sources
+from vesuvius.threads import before_exit, end_later
 
 _ENDLESS = 2**62
-_open = set["PatchStream"]()
+_END_S = 60.0
+_open = WeakSet["PatchStream"]()
 
 
 class PatchStream(Iterator[Batch]):
     """Batches from sample `first` on.  A context manager: closing it ends the readers, and Ray if it started Ray.
+
+    Dropped without `close`, it is closed soon after on another thread.  For one process: refused in a forked child and
+    in a DataLoader's worker.
 
     Args:
         job: plan, volumes and rank; `prepare_data(...).job`.
@@ -66,8 +73,10 @@ class PatchStream(Iterator[Batch]):
     Raises:
         DataError: on opening or iterating, if a volume cannot be read or too many regions cannot.
         ConfigError: on opening, if /dev/shm is too small; on iterating, if Ray does not start or its cluster does not
-            answer.
+            answer; in another process.
     """
+
+    _closed = True  # until it has opened
 
     def __init__(
         self,
@@ -81,8 +90,9 @@ class PatchStream(Iterator[Batch]):
         resident: Resident | None = None,
     ) -> None:
         self._job = job
-        self._resident = resident
+        self._resident, self._pid = resident, os.getpid()
         try:
+            check_process("PatchStream", self._pid)
             if first < 0 or first % job.world or (stop is not None and stop < first):
                 raise ConfigError(
                     f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the "
@@ -102,14 +112,16 @@ class PatchStream(Iterator[Batch]):
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._readers = Readers()
-        self._sources = Sources(marker, partial(self._events.record, "spill"), self._reader_died)
+        self._sources = Sources(marker, partial(self._events.record, "spill"), _weak(self._reader_died))
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
         self._source: Regions | None = None
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
         self._failure: BaseException | None = None
-        self._closed, self._pid = False, os.getpid()
+        self._closed = False
+        self._changing = threading.RLock()
+        end_later(lambda: None)  # starts its thread
         _close_at_exit()
         _open.add(self)
         try:
@@ -124,7 +136,12 @@ class PatchStream(Iterator[Batch]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if not self._closed and os.getpid() == self._pid:
+            end_later(self.close)  # which holds the stream until then
+
     def __next__(self) -> Batch:
+        check_process("PatchStream", self._pid)
         if self._failure is not None:
             raise self._failure
         if self._resident is not None and self._resident.first_pass_done and self.options.workers:
@@ -143,7 +160,7 @@ class PatchStream(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the readers for good.  Safe to call again.
+        """End the readers for good.  Safe to call again, and on any thread: a `next` that waits raises ClosedError.
 
         Takes at most half a minute: a private Ray whose head hangs is killed, a shared one abandoned, each with a
         warning.  Does nothing in a forked child, such as a DataLoader worker: everything belongs to its parent.
@@ -151,12 +168,13 @@ class PatchStream(Iterator[Batch]):
         if os.getpid() != self._pid:
             return
         self._closed = self._sources.closed = True
-        try:
-            self._close_readers()
-        finally:
-            _open.discard(self)
-            self._drop_resident()
-            self._sources.end_ray()
+        with self._changing:
+            try:
+                self._close_readers()
+            finally:
+                _open.discard(self)
+                self._drop_resident()
+                self._sources.end_ray()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the stream as plain data: enough to continue with any workers, prefetch or cache.
@@ -179,10 +197,11 @@ class PatchStream(Iterator[Batch]):
         """
         self._check_open()
         check_state(state, self._job)
-        self._events.set_quarantined(state["quarantined"])
-        self._close_readers()
-        self._next_sample = state["sample_index"]
-        self._open_readers()
+        with self._changing:
+            self._events.set_quarantined(state["quarantined"])
+            self._close_readers()
+            self._next_sample = state["sample_index"]
+            self._open_readers()
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Change readers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
@@ -204,11 +223,12 @@ class PatchStream(Iterator[Batch]):
         options = replace(self.options, **changes)
         if not is_ray_connected() or not self._sources.fits(self._job, options):
             check_store(self._job, options)
-        self.options = options
-        self._close_readers()
-        if not options.resident:
-            self._drop_resident()
-        self._open_readers()
+        with self._changing:
+            self.options = options
+            self._close_readers()
+            if not options.resident:
+                self._drop_resident()
+            self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
         self._events.record("reconfigured", f"Readers changed at sample {self._next_sample}: {text}", changes)
 
@@ -279,6 +299,7 @@ class PatchStream(Iterator[Batch]):
         return self._clock.stats
 
     def _check_open(self) -> None:
+        check_process("PatchStream", self._pid)
         if self._closed:
             raise ConfigError("The stream is closed and cannot be changed; open another PatchStream")
 
@@ -287,10 +308,12 @@ class PatchStream(Iterator[Batch]):
         if (requests := self.options.requests) is not None:
             job = replace(job, data=job.data.with_store(requests=requests))
         self._readers.clear()
+        if self._closed:  # by another thread meanwhile
+            return
         try:
             span = self._next_sample, self._stop
             self._source = self._sources.open(job, self.options, job.tasks(*span), self._resident)
-            cutter = Cutter(job, self._source, self._take_report, self._clock.starved, *span, self._resident)
+            cutter = Cutter(job, self._source, _weak(self._take_report), self._clock.starved, *span, self._resident)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
             self._feeder = Feeder(layout, cutter, self._clock, ahead, self._interrupted)
         except BaseException as error:
@@ -313,10 +336,11 @@ class PatchStream(Iterator[Batch]):
     def _end_readers(self) -> None:
         """Continue without readers and Ray: the resident copy is full."""
         began = time.monotonic()
-        self._close_readers()
-        self._sources.end_ray()
-        self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
-        self._open_readers()
+        with self._changing:
+            self._close_readers()
+            self._sources.end_ray()
+            self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
+            self._open_readers()
         text = (
             f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the readers ended in "
             f"{time.monotonic() - began:.1f} s"
@@ -365,17 +389,32 @@ def check_state(state: Any, job: ReaderJob) -> None:
         )
 
 
+def check_process(what: str, pid: int) -> None:
+    """Raise ConfigError in a DataLoader's worker, and in any other process than `pid`."""
+    worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)() is not None
+    if worker or os.getpid() != pid:
+        raise ConfigError(
+            f"A {what} does not work in {'a worker of a DataLoader' if worker else 'a forked process'}: each would "
+            "read the same samples; make and iterate it in one process; for a DataLoader, wrap a PatchLoader in a "
+            "PatchDataset and set num_workers=0 and PatchLoader(workers=...)"
+        )
+
+
+def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a method as long as its object lives: the stream's threads must not keep it."""
+    reference = WeakMethod(method)
+    return lambda *arguments: None if (live := reference()) is None else live(*arguments)
+
+
 @cache
 def _close_at_exit() -> None:
-    """Close open streams when the interpreter exits, which would otherwise wait for their threads forever.
-
-    `atexit` runs too late: the interpreter waits for threads first, and Ray Data's threads wait for a block.
-    """
+    """Close open streams when the interpreter exits: it would wait forever for Ray Data's threads, which wait for a
+    block."""
 
     def close_all() -> None:
         with ExitStack() as closing:  # a stream that fails to close does not keep the others open
-            for stream in _open:
+            closing.callback(lambda: end_later(lambda: None).result(_END_S))  # those that were dropped
+            for stream in list(_open):
                 closing.callback(stream.close)
 
-    with suppress(RuntimeError):  # the interpreter is already shutting down
-        threading._register_atexit(close_all)  # type: ignore[attr-defined]
+    before_exit(close_all)

@@ -56,14 +56,15 @@ class Session:
     not answer, or an earlier Ray of this process did not end.
     """
 
-    _uses: ClassVar[int] = 0
+    _open: ClassVar[list[Session]] = []
     _ours: ClassVar[bool] = False
+    _size: ClassVar[tuple[int, int]] = (0, 0)  # CPUs and bytes of the object store of our Ray
     _hangs: ClassVar[bool] = False
     _held: ClassVar[ExitStack] = ExitStack()  # contexts that last as long as our Ray
-    _lock: ClassVar[threading.Lock] = threading.Lock()  # streams open and close sessions on their own threads
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # streams open and close sessions on their own threads
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
-        self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
+        self._workers = workers
         with Session._lock:
             if Session._hangs:
                 raise ConfigError(
@@ -73,28 +74,36 @@ class Session:
             if not ray.is_initialized():
                 try:
                     Session._held.enter_context(authenticated(config.address))
-                    Session._held.enter_context(_started(config, self._cpus, store_bytes))
+                    Session._size = _cpus(workers, ranks), store_bytes
+                    Session._held.enter_context(_started(config, *Session._size))
                 except BaseException:
                     Session._held.close()
                     raise
                 Session._ours = True
                 # Ray would print daemon messages to the terminal, e.g. about readers that were ended on purpose.
                 Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
-            Session._uses += 1
-        self._open = True
+            Session._open.append(self)
+            cpus, size = Session._size
+            readers = sum(each._workers for each in Session._open)
+            if Session._ours and (readers + ranks > cpus or store_bytes > size):
+                log.warning(
+                    "Ray of this process, which another stream started, has room for %d readers and %.2f GiB of "
+                    "regions, but %d readers are wanted and %.2f GiB for %d of them: reading may be slow; open the "
+                    "stream with the most workers first, or close the others before it",
+                    *(cpus - ranks, size / 2**30, readers, store_bytes / 2**30, workers),
+                )
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
         """Whether this many readers can run without restarting Ray; always True on a shared cluster."""
-        return not Session._ours or (_cpus(workers, ranks) <= self._cpus and store_bytes <= self._store_bytes)
+        return not Session._ours or (_cpus(workers, ranks) <= Session._size[0] and store_bytes <= Session._size[1])
 
     def close(self) -> None:
         """End this use, and Ray with the last use if the first one started it.  Safe to call again."""
-        if not self._open:
-            return
-        self._open = False
         with Session._lock:
-            Session._uses -= 1
-            if Session._uses == 0 and Session._ours:
+            if self not in Session._open:
+                return
+            Session._open.remove(self)
+            if not Session._open and Session._ours:
                 Session._ours = False
                 _join_data_threads()
                 Session._hangs = not _shut_down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import Split, make_plan, plan_volume
 from vesuvius.plan.plan import Plan
 from vesuvius.runlog.progress import Progress, with_progress
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.split import split_volumes
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
@@ -33,6 +35,7 @@ _BOXES_PER_ESTIMATE = 16
 _BOX_MAX: Triple = (72, 136, 136)  # unless patches are larger
 _PATCHES_OF_LABELS = 4
 _PERCENTILES = (0.5, 99.5)
+_SMALL_BYTES = 2**28  # decoded size of a volume that soon fits into the page cache: reading it again costs little
 _SEED = 0  # a constant, so that runs with other seeds on the same data use the same intensity ranges
 
 Kind = Literal["volume", "condition"]
@@ -248,6 +251,18 @@ def prepare_data(
     plan = make_plan(seed, config, planned)
     job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world=world)
     return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
+
+
+def amplified_reads(plan: Plan, world: int) -> list[str]:
+    """Describe the volumes that `world` ranks decode more than once over, one line each.  Pure."""
+    return [
+        f"the read amplification of {volume.name} is {amplification:.2f}: chunks of {format_sizes(volume.chunk_zyx)}, "
+        f"each read by {plan.reads_per_region(world):.1f} ranks; raise data.patches_per_region (now "
+        f"{plan.patches_per_region}) in a new run, or use smaller chunks"
+        for index, volume in enumerate(plan.volumes)
+        if (amplification := plan.read_amplification(index, world)) > 1
+        and math.prod(volume.shape_zyx) * volume.voxel_bytes > _SMALL_BYTES
+    ]
 
 
 def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:

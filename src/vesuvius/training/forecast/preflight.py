@@ -17,10 +17,10 @@ from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
-from vesuvius.runlog.units import format_size, format_sizes
+from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
-from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import DataFacts, read_initial_weights, trained_volumes
@@ -42,8 +42,6 @@ _DAEMONS = 160
 _PER_CORE = 25
 _PER_READER = 35
 _RANK = 110  # another trainer, in a Ray worker
-
-_SMALL_BYTES = 2**28  # decoded size of a volume whose read amplification does not matter
 
 
 @dataclass(frozen=True)
@@ -170,15 +168,7 @@ def config_warnings(config: Config, data: PreparedData, world: int, cores: float
             "diffusion.prediction=eps without diffusion.sampler_clip: near pure noise, small errors of eps become "
             "large errors of x_0, and samples may be useless; set diffusion.sampler_clip=1.5"
         )
-    for index, (volume, planned) in enumerate(zip(data.volumes, plan.volumes, strict=True)):
-        amplification = plan.read_amplification(index, world)
-        # A small volume soon fits into the page cache.
-        if amplification > 1 and math.prod(volume.shape_zyx) * planned.voxel_bytes > _SMALL_BYTES:
-            found.append(
-                f"the read amplification of {volume.name} is {amplification:.2f}: chunks of "
-                f"{format_sizes(volume.chunk_zyx)}, each read by {plan.reads_per_region(world):.1f} ranks; raise "
-                f"data.patches_per_region (now {plan.patches_per_region}) in a new run, or use smaller chunks"
-            )
+    found += amplified_reads(plan, world)
     if plan.repeats_cells:
         found.append(
             f"the volumes hold fewer patch positions than data.regions_in_flight={plan.regions_in_flight}: batches "
