@@ -27,7 +27,7 @@ Names = tuple[str | None, ...]
 
 _SPACE = ("z", "y", "x")
 _MOST_CHANNELS = 4  # RGBA
-_WORDS = {"depth": "z", "height": "y", "width": "x"}
+AXIS_WORDS = {"depth": "z", "height": "y", "width": "x"}
 FloatTriple = tuple[float, float, float]
 
 MICROMETERS = {
@@ -307,7 +307,7 @@ def spatial(names: Names) -> bool:
 def _letters(names: Names) -> list[str]:
     """Axis names in lower case, with depth, height and width as z, y and x."""
     lower = [(name or "").strip().lower() for name in names]
-    return [_WORDS.get(name, name) for name in lower]
+    return [AXIS_WORDS.get(name, name) for name in lower]
 
 
 def _listed(names: Names) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,7 @@ def add_copy(commands: Commands) -> None:
     copy.add_argument(
         "--levels", type=natural, default=1, help="levels to write, each averaging 2x2x2 voxels (default: 1)"
     )
+    _add_labels(copy)
     add_store(copy)
     copy.set_defaults(run=_copy)
 
@@ -86,6 +88,7 @@ def _copy(arguments: argparse.Namespace) -> int:
         start_zyx=arguments.start,
         size_zyx=arguments.size,
         levels=arguments.levels,
+        labels=arguments.labels,
     )
 
     def tell(figures: CopyFigures) -> None:
@@ -128,7 +131,7 @@ def add_import(commands: Commands) -> None:
     importer.add_argument(
         "--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="size of a raw file in voxels"
     )
-    importer.add_argument("--dtype", type=np.dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
+    importer.add_argument("--dtype", type=_dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
     importer.add_argument(
         "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="voxel size (default: from the source)"
     )
@@ -140,7 +143,26 @@ def add_import(commands: Commands) -> None:
     importer.add_argument(
         "--v2", action="store_true", help="write OME-Zarr 0.4 (zarr v2, one file per chunk) for older programs"
     )
+    _add_labels(importer)
     importer.set_defaults(run=_import)
+
+
+def _add_labels(parser: argparse.ArgumentParser) -> None:
+    words = "the voxels are labels: coarser levels have the most frequent of 2x2x2, not their mean"
+    parser.add_argument("--labels", action="store_true", help=words)
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    """Parse a dtype of voxels."""
+    try:
+        dtype = np.dtype(text)
+    except Exception:  # numpy parses whole expressions
+        dtype = np.dtype(object)
+    if dtype.kind not in "buif" or dtype.itemsize > 8:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not bool, an integer or a float of up to 8 bytes; try uint8, >u2 or float32"
+        )
+    return np.dtype(f"{dtype.byteorder}{dtype.kind}{dtype.itemsize}")  # int64 for longlong, its twin in numpy
 
 
 def _import(arguments: argparse.Namespace) -> int:

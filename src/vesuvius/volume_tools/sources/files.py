@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
-from vesuvius.volumes.geometry import VOXELS, Geometry, has_color_last, unit_name
+from vesuvius.volumes.geometry import AXIS_WORDS, VOXELS, Geometry, has_color_last, unit_name
+
+log = logging.getLogger(__name__)
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +112,44 @@ def contiguous(
 
 
 def default_axes(shape: Sequence[int]) -> str:
-    """Axis letters of an array without names: z, y, x come last, except for color channels."""
-    return ("C" * len(shape) + "ZYX" + "C" * has_color_last(shape))[-len(shape) :]
+    """Axis letters of an array without names, which is logged: z, y, x come last, except for color channels."""
+    letters = ("C" * len(shape) + "ZYX" + "C" * has_color_last(shape))[-len(shape) :] if shape else ""
+    log.info("the axes have no names in the file; %s voxels are read as %s", format_sizes(shape), ", ".join(letters))
+    return letters
+
+
+def axis_letters(candidates: Iterable[Any], shape: Sequence[int]) -> str:
+    """Axis letters, by the first of these attributes that names x, y or z, else by position.
+
+    An attribute is a list of names, or of objects with a name or key; the same as JSON; or text such as z:y:x or zyx.
+    """
+    for names in map(_names_in, candidates):
+        words = [AXIS_WORDS.get(name, name) for name in names]
+        found = [re.search("(?<![a-z])[xyz](?![a-z])", word) for word in words]
+        if len(words) == len(shape) and any(found):
+            letters = [each[0].upper() if each else "C" for each in found]
+            others = [axis for axis, each in enumerate(found) if not each and words[axis][:1] not in ("c", "s")]
+            if set("ZYX") - set(letters) == {"Z"} and len(others) == 1:
+                log.info("no axis is named z; slices are taken along %s", names[others[0]] or "the one without a name")
+                letters[others[0]] = "Z"
+            return "".join(letters)
+    return default_axes(shape)
+
+
+def _names_in(value: Any) -> list[str]:
+    """The names in an attribute, in lower case; none if it is anything else."""
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    value = value.decode(errors="replace") if isinstance(value, bytes) else value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            words = re.findall(r"[^\s:,;()\[\]]+", value)
+            value = list(words[0]) if len(words) == 1 else words
+    value = value.get("axes") if isinstance(value, dict) else value
+    value = value if isinstance(value, list) else []
+    named = [each.get("name", each.get("key")) if isinstance(each, dict) else each for each in value]
+    return [(each.decode(errors="replace") if isinstance(each, bytes) else str(each)).strip().lower() for each in named]
 
 
 def check_length(file: Path, due: int, exact: bool = False) -> None:
@@ -133,8 +173,8 @@ def library_errors(path: str, where: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         text, remedy = one_line(error), "copy it again if it is damaged, or convert it to TIFF"
-        if isinstance(error, FileNotFoundError):
-            remedy = "correct the path"
+        if isinstance(error, PermissionError):
+            remedy = "allow this user to read it"
         elif isinstance(error, ImportError) or re.search("imagecodecs|filter", text):
             remedy = "pip install 'vesuvius-diffusion[import]' hdf5plugin"
         raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error
@@ -159,6 +199,9 @@ def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
 
 def open_npy(file: Path) -> Stored:
     """Open a file of numpy.save, in C or Fortran order; axes (Z, Y, X)."""
-    array = np.load(file, mmap_mode="r")
-    step = 1 if array.flags.c_contiguous else -1
-    return contiguous(file, default_axes(array.shape)[::step], array.shape[::step], array.dtype, array.offset)
+    with file.open("rb") as stream:
+        read = {(1, 0): npy.read_array_header_1_0}.get(npy.read_magic(stream), npy.read_array_header_2_0)
+        shape, is_fortran, dtype = read(stream)
+        start = stream.tell()
+    step = -1 if is_fortran else 1
+    return contiguous(file, default_axes(shape)[::step], shape[::step], dtype, start)

@@ -24,6 +24,18 @@ _OPENERS: dict[str, Callable[[Path], Stored]] = {
     **dict.fromkeys((".nii", ".nii.gz", ".hdr", ".hdr.gz", ".img", ".img.gz"), medical.open_nifti),
 }  # fmt: skip
 
+_FOLDERS = {  # files in a folder: what it is, and what to do
+    (".zarray", ".zgroup", ".zattrs", "zarr.json"): (
+        "a zarr", "it needs no import: give it to vesuvius as it is, or to `vesuvius volume copy`"
+    ),
+    ("snapshots", "transactions"): ("an icechunk repository", "export an array to zarr with the package icechunk"),
+    ("info",): ("a precomputed volume of Neuroglancer", "export it to TIFF slices with the package cloud-volume"),
+}  # fmt: skip
+_OTHERS = {  # endings of files that hold no scan themselves: what to do
+    (".zip", ".npz", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst"): "unpack it first",
+    (".json", ".parquet"): "if it is a kerchunk reference, export an array to zarr with the package xarray",
+}
+
 
 def open_source(
     path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: np.dtype[Any] | None = None
@@ -34,14 +46,18 @@ def open_source(
     file without a header.  Reads headers.  Raises ConfigError: the format is unknown; DataError, also from its `get`:
     the scan is unreadable, truncated or not a volume, or its library is not installed.
     """
-    head, _, inside = path.rpartition(":")
-    file, inside = (Path(head), inside) if head and not Path(path).exists() else (Path(path), "")
+    if (shape is None) != (dtype is None):
+        raise ConfigError("--shape and --dtype describe a file without a header together; give both or neither")
     with library_errors(path):
+        file, inside = _split(path)
         stored = files.open_raw(file, shape, dtype) if shape and dtype is not None else _opened(file, inside)
+    if 0 in stored.shape:
+        raise refuse(path, f"it has no voxels: its shape is {format_sizes(stored.shape)}", "write or export it again")
     if stored.dtype.kind not in "buif" or stored.dtype.itemsize > 8:
         problem = f"its voxels are {stored.dtype}, not bool, integers or floats of up to 8 bytes"
         raise refuse(path, problem, "convert them")
-    axes, native = _axes(stored, select, path), stored.dtype.newbyteorder("=")
+    # By its size: `longlong` is another type than int64 for numpy, and unknown to zarr.
+    axes, native = _axes(stored, select, path), np.dtype(f"{stored.dtype.kind}{stored.dtype.itemsize}")
 
     def get(index: tuple[slice, ...]) -> NDArray[Any]:
         with library_errors(path, f"slice {index[0].start}: "):
@@ -56,20 +72,47 @@ def open_source(
     return replace(stored, names="ZYX", shape=shape, dtype=native, get=get, unit=unit, finish=finish)
 
 
+def _split(path: str) -> tuple[Path, str]:
+    """The file or folder, and the name of a dataset in it, which may contain colons too.  Raises DataError: absent."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+://", path):
+        remedy = "download it first; `vesuvius volume copy` reads only zarr from there"
+        raise refuse(path, "it is an address, and only files on a disk can be imported", remedy)
+    parts = path.split(":")
+    heads = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    for head in heads:
+        if head and Path(head).exists():
+            return Path(head), path[len(head) + 1 :]
+    file = Path(path if len(parts) == 1 else heads[1])
+    there = next(each for each in file.absolute().parents if each.exists())
+    problem = f"there is no {file}" if there == file.absolute().parent else f"the folder {there} has no such path"
+    if file.is_symlink():
+        problem = f"it is a link to {file.readlink()}, which does not exist"
+    raise refuse(path, problem, "correct the path, or mount the disk")
+
+
 def _opened(file: Path, inside: str) -> Stored:
     if file.is_dir():
-        if (file / "attributes.json").exists():
+        if any(each.suffix.lower() == ".n5" for each in (file, *file.parents)) or (file / "attributes.json").exists():
             return containers.open_n5(file, inside)
-        if not slices.files_in(file) and dicom.is_dicom(file):
+        has_slices = bool(slices.files_in(file))
+        if not has_slices and dicom.is_dicom(file):
             return dicom.open_dicom(file, inside)
-        return slices.open_folder(file)
-    if file.suffix.lower() in (".h5", ".hdf5", ".hdf", ".nxs"):
+        if inside or not has_slices:
+            for names, (kind, remedy) in _FOLDERS.items():
+                if any((folder / name).exists() for folder in (file, file / inside.strip("/")) for name in names):
+                    raise refuse(file, f"it is {kind}", remedy)
+        return containers.open_n5(file, inside) if inside else slices.open_folder(file)
+    name = file.name.lower()
+    if name.endswith((".h5", ".hdf5", ".hdf", ".nxs")):
         return containers.open_hdf5(file, inside)
     for ending, opener in _OPENERS.items():
-        if file.name.lower().endswith(ending):
+        if name.endswith(ending):
             return opener(file)
     if dicom.is_dicom(file):
         return dicom.open_dicom(file, inside)
+    for endings, remedy in _OTHERS.items():
+        if name.endswith(endings):
+            raise refuse(file, f"{file.suffix} files cannot be imported", remedy)
     raise ConfigError(
         f"Cannot import {file}: it is not a folder of slices, and its name does not end in .tif, .h5, .nii, .nii.gz, "
         ".nrrd, .nhdr or .npy; add --shape Z,Y,X --dtype T if it holds raw voxels, or convert it to TIFF"
