@@ -40,6 +40,7 @@ class CopyRequest:
     start_zyx: Triple = (0, 0, 0)
     size_zyx: Triple | None = None  # None = to the end of the level
     levels: int = 1  # of the copy; each after the first halves the one before
+    labels: bool = False  # by the most frequent voxel instead of the mean
 
 
 @dataclass
@@ -93,7 +94,8 @@ def copy_box(
             figures.before = figures.chunks
             return figures
         cache_bytes = _cache_bytes(volume, box)
-        with open_partial(request.out, record, plan, volume.dtype, volume.fill_value) as target:
+        about = request.out, record, plan, volume.dtype, volume.fill_value
+        with open_partial(*about, labels=request.labels) as target:
             if cache_bytes:
                 volume.close()
                 cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}
@@ -182,6 +184,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
         "start_zyx": list(box[0]),
         "size_zyx": list(shape_of(box)),
         "levels": request.levels,
+        "labels": request.labels,
         "source_metadata": metadata_hash(volume.array),
     }
 

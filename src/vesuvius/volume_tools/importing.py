@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
+from vesuvius.errors import DataError
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.partial import PartialCopy, disk_errors, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one, multiscale
@@ -47,6 +48,7 @@ class ImportRequest:
     voxel_size_um: FloatTriple | None = None  # None = from the source
     levels: int | None = None  # None = down to the first that fits into a chunk
     v2: bool = False  # write OME-Zarr 0.4
+    labels: bool = False  # coarser levels have the most frequent voxel instead of the mean
 
 
 def import_volume(
@@ -79,11 +81,13 @@ def import_volume(
         figures.seconds = time.monotonic() - started
         on_progress(figures, "")
 
-    with open_partial(request.out, record, plan, source.dtype, 0, IMPORT) as target:
+    with open_partial(request.out, record, plan, source.dtype, 0, IMPORT, request.labels) as target:
         figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(levels))
         with _by_layers(source, target, figures, on_progress) as read:
             target.fill(0, read, count)
         source.finish()
+        if _record(request, source) != record:
+            raise DataError(f"{request.source} changed while it was read; remove {target.path} and import it again")
         target.fill_coarser(count)
         corner = geometry.translation_zyx if geometry.translated else None
         target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx, corner))
@@ -92,7 +96,8 @@ def import_volume(
 
 def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
     """The arguments that identify an import, and a hash of the source files' sizes and times, as plain JSON."""
-    about = [(file.name, (facts := file.stat()).st_size, facts.st_mtime_ns) for file in source.files]
+    known = ((file.name, file.stat()) for file in source.files if file.exists())
+    about = [(name, facts.st_size, facts.st_mtime_ns) for name, facts in known]
     arguments = vars(request) | {"source": str(Path(request.source).resolve()), "out": None}
     files = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     plain: dict[str, Any] = json.loads(json.dumps(arguments | {"source_files": files}, default=str))

@@ -11,6 +11,8 @@ and is skipped.  Air is not stored; a resumed process computes it again.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import shutil
 from collections import deque
@@ -34,8 +36,8 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
-from vesuvius.volume_tools.pyramid import Pyramid, halve
-from vesuvius.volume_tools.record import COPY, attribute, check_record, partial_path
+from vesuvius.volume_tools.pyramid import Pyramid, flat_pairs, halve, halve_labels
+from vesuvius.volume_tools.record import COPY, IMPORT, attribute, check_record, partial_path
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
@@ -52,6 +54,9 @@ from vesuvius.volumes.box import (
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+_ENOUGH, _LABEL_SHARE = 2**14, 0.75  # pairs of neighbours that tell labels, and the share of equal ones
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
@@ -93,6 +98,8 @@ class PartialCopy:
         `read` returns the voxels of a box, None to skip the chunk.  `on_chunk` is called with the stored bytes of each
         finished chunk (0 = air), `ahead` before each read with all boxes and the position of the next one.
         """
+        if level == 0 and self.plan.levels > 1 and self.halved is halve and self.kind in (COPY, IMPORT):
+            read = _hinting(read)
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
                 for _, size in self._in_order(level, read, ahead, writers, partial(self.write, level)):
@@ -147,23 +154,29 @@ class PartialCopy:
             voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(doubled(part))]))
         return voxels
 
-    def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
+    def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:
         """Store a chunk atomically, from any thread.  Returns the bytes of its file; 0 = air, not stored.
 
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
+            air: store air too; with shards, one with this chunk alone.
         """
-        if data := self._encoded(voxels):
+        if data := self._encoded(voxels, air):
             with disk_errors(self.out):
                 file = self._file(level, chunk)
+                if self.plan.per_shard:
+                    shard = ShardFile(file, self.plan.per_shard**3)
+                    shard.add(0, data)
+                    shard.finish()
+                    return len(data)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, data, lambda written: check_written(written, google_crc32c.value(data)))
         return len(data)
 
-    def _encoded(self, voxels: NDArray[Any]) -> bytes:
-        """The stored form of a chunk; b"" for air."""
+    def _encoded(self, voxels: NDArray[Any], air: bool = False) -> bytes:
+        """The stored form of a chunk; b"" for air, unless that is stored too."""
         fill = self.dtype.type(self.fill_value)
-        if np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
+        if not air and np.array_equal(voxels, np.broadcast_to(fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
             return b""
         padded = np.full(self.plan.chunk_zyx, fill, voxels.dtype.newbyteorder("<"))
         padded[tuple(map(slice, voxels.shape))] = voxels
@@ -185,8 +198,13 @@ class PartialCopy:
 
     def _finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are complete; returns the array for reading."""
-        folder = self._volume / str(level)
+        folder, all_chunks = self._volume / str(level), math.prod(self.plan.counts[level])
         with disk_errors(self.out):
+            if len(self.missing(level)) == all_chunks:  # a volume without any chunk could not be opened
+                if level == 0:
+                    log.warning("%s: all voxels are %s", self.out, self.fill_value)
+                voxels = np.full(self.plan.chunk_zyx, self.fill_value, self.dtype)
+                self.write(level, (0, 0, 0), voxels, air=True)
             if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
                 shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
                 about = self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill
@@ -215,10 +233,12 @@ def open_partial(
     dtype: np.dtype[Any],
     fill_value: float,
     kind: str = COPY,
+    labels: bool = False,
 ) -> Iterator[PartialCopy]:
     """Start or resume the volume `out`; its folder is locked until the context ends.
 
-    `record` has the arguments as plain JSON; `kind` is "copy", "import", "drawing" or "phantom".  Raises ConfigError:
+    `record` has the arguments as plain JSON; `kind` is "copy", "import", "drawing" or "phantom"; `labels` are not
+    averaged, but downsampled by the most frequent one.  Raises ConfigError:
     another process is writing it, or it was started with other arguments; StorageError.
     """
     path = partial_path(out)
@@ -237,7 +257,25 @@ def open_partial(
                 check_record(path, None, record)
             else:
                 write_atomically(recorded, json.dumps(record, indent=2).encode())
-        yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind)
+        halved = halve_labels if labels else halve
+        yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind, halved)
+
+
+def _hinting(read: Callable[[Box], NDArray[Any] | None]) -> Callable[[Box], NDArray[Any] | None]:
+    """Let `read` log, once, that the voxels look like labels."""
+    equal = pairs = 0
+
+    def read_and_count(box: Box) -> NDArray[Any] | None:
+        nonlocal equal, pairs
+        if (voxels := read(box)) is not None and pairs < _ENOUGH:
+            flat, counted = flat_pairs(voxels)
+            equal, pairs = equal + flat, pairs + counted
+            if pairs >= _ENOUGH and equal > _LABEL_SHARE * pairs:
+                words = "the voxels look like labels (%.0f %% equal a neighbour), of which averages mean nothing; "
+                log.warning(words + "if they are, begin again with --labels", 100 * equal / pairs)
+        return voxels
+
+    return read_and_count
 
 
 def new_array(

@@ -63,7 +63,7 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
     """Raise ConfigError if `there` is not a record, or has other arguments than `wanted`."""
     if not isinstance(there, dict):
         raise ConfigError(f"{path} exists and was not made by this command; choose another name or remove it")
-    differing = [key for key in wanted if there.get(key) != wanted[key]]
+    differing = [key for key in wanted if (there.get(key) or None) != (wanted[key] or None)]  # new ones are off
     if differing:
         changes = ", ".join(f"{key} {json.dumps(wanted[key])} (was {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(

@@ -54,7 +54,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, open_partial
-from vesuvius.volume_tools.pyramid import Pyramid, halve, halve_labels, levels_to_one, multiscale
+from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
 from vesuvius.volume_tools.record import has_partial, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
@@ -242,10 +242,10 @@ class _Volume:
         if out is None or is_finished(out, self.record, RECORD_KIND):
             return
         assert condition is not None
-        halved = halve_labels if self._info.config.data.labels else halve
-        with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND) as target:
+        labels = bool(self._info.config.data.labels)
+        with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND, labels) as target:
             target.fill(0, lambda box: self.inputs.read(condition, box), lambda _: progress.check())
-            replace(target, halved=halved).fill_coarser()
+            target.fill_coarser()
             self._publish(target)
 
     def _publish(self, target: PartialCopy) -> None:

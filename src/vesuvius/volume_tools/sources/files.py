@@ -25,8 +25,6 @@ from vesuvius.volumes.geometry import AXIS_WORDS, VOXELS, Geometry, has_color_la
 
 log = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Stored:
