@@ -371,8 +371,8 @@ def test_raw_voxels_need_a_matching_shape_and_dtype(tmp_path: Path, capsys: pyte
     assert volume.main([*command, "--dtype=uint8"]) == 6
     assert volume.main([*command, "--dtype=>i4"]) == 6
     errors = capsys.readouterr().err
-    assert "add --shape Z,Y,X --dtype T if it holds raw voxels" in errors
-    assert "argument --dtype: invalid dtype value: 'pixels'" in errors
+    assert "--shape and --dtype describe a file without a header together" in errors
+    assert "argument --dtype: 'pixels' is not bool" in errors
     assert f"v.raw: it has {voxels.nbytes} bytes, but 37x52x71 uint8 needs {voxels.size}; correct --shape" in errors
     assert volume.main([*command, "--dtype=>i2"]) == 0
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
@@ -603,7 +603,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "imagej cut": (tiff(imagej=True, metadata={"axes": "ZYX"}), cut("v.tif", 0.5), CUT),
     "ome-tiff cut": (tiff("v.ome.tif", compression="zlib", **OME), cut("v.ome.tif", 0.7), "corrupted.*; copy it again"),
     "ome-tiff, a file missing": (ome_files(2), lambda folder: (folder / "scan/s_0.ome.tif").unlink(), "19 .* missing"),
-    "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), "greater than file size; copy it again"),
+    "npy cut": (npy(lambda voxels: voxels), cut("v.npy", 0.9), CUT),
     "nifti cut": (nifti(), cut("v.nii", 0.9), CUT),
     "nifti gzip cut": (nifti("v.nii.gz"), cut("v.nii.gz", 0.9), "EOFError"),
     "no nifti": (nifti(), lambda folder: (folder / "v.nii").write_text("no"), "it is no NIfTI file"),
@@ -643,11 +643,10 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "complex": (npy(lambda voxels: voxels.astype("c8")), None, "voxels are complex64, not bool"),
     "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes"),
     "two axes": (npy(lambda voxels: voxels[0]), None, "it has axes YX of shape 52x71, not Z, Y, X"),
-    "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other; choose one: \S+v.h5:/entry/data"),
-    "a group": (n5, "v.n5", r"v\.n5: ValueError"),
+    "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other .*; choose one: \S+v.h5:/entry/data"),
     "nrrd as text": (nrrd(encoding="ascii"), None, "encoding is ascii .*; convert it"),
     "another format": (slices(".tif"), "scan/notes.txt", "its name does not end in"),
-    "nothing": (slices(".tif"), "nothing.tif", "nothing.tif: FileNotFoundError: .*; correct the path"),
+    "nothing": (slices(".tif"), "nothing.tif", r"there is no \S*nothing.tif; correct the path"),
 }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def _dataset_name(root: Any, file: Path, name: str) -> str:
 
 
 def _broken_link(root: Any, name: str) -> str:
-    """', /a is a link to FILE:/b' for the first link along a path that leads nowhere."""
+    """': /a is a link to FILE:/b' for the first link along a path that leads nowhere."""
     parts = name.split("/")
     for path in ("/".join(parts[:end]) for end in range(1, len(parts) + 1)):
         with suppress(*_ABSENT):
@@ -97,7 +97,8 @@ def _broken_link(root: Any, name: str) -> str:
             try:
                 root[path]
             except _ABSENT:
-                return f": /{path} is a link to {getattr(link, 'filename', '')}:{link.path}"
+                target = f"{getattr(link, 'filename', '')}:{getattr(link, 'path', '')}"
+                return f": /{path} is a link to {target}" if target != ":" else ""
     return ""
 
 
