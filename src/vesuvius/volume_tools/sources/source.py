@@ -17,6 +17,7 @@ from vesuvius.volume_tools.sources import containers, dicom, files, medical, sli
 from vesuvius.volume_tools.sources.files import Stored, library_errors, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
+from vesuvius.volumes.store.objects import is_remote, shown_address
 
 _OPENERS: dict[str, Callable[[Path], Stored]] = {
     ".tif": slices.open_tiff, ".tiff": slices.open_tiff, ".btf": slices.open_tiff, ".npy": files.open_npy,
@@ -74,15 +75,14 @@ def open_source(
 
 def _split(path: str) -> tuple[Path, str]:
     """The file or folder, and the name of a dataset in it, which may contain colons too.  Raises DataError: absent."""
-    if re.match("[A-Za-z][A-Za-z0-9+.-]+://", path):
-        remedy = "download it first; `vesuvius volume copy` reads only zarr from there"
-        raise refuse(path, "it is an address, and only files on a disk can be imported", remedy)
     parts = path.split(":")
-    heads = [":".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    for head in heads:
+    for head in (":".join(parts[:end]) for end in range(len(parts), 0, -1)):
         if head and Path(head).exists():
             return Path(head), path[len(head) + 1 :]
-    file = Path(path if len(parts) == 1 else heads[1])
+    if is_remote(path):
+        remedy = "download it first; `vesuvius volume copy` reads only zarr from there"
+        raise refuse(shown_address(path), "it is an address, and only files on a disk can be imported", remedy)
+    file = Path(path.rpartition(":")[0] or path)
     there = next(each for each in file.absolute().parents if each.exists())
     problem = f"there is no {file}" if there == file.absolute().parent else f"the folder {there} has no such path"
     if file.is_symlink():
