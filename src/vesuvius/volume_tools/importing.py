@@ -34,6 +34,7 @@ from vesuvius.volumes.geometry import FloatTriple
 
 _CHUNK, _PER_SHARD = 128, 4
 _LAYER = _CHUNK * _PER_SHARD  # slices
+_MAP_BYTES = 2**26  # mapped at once: what was written there counts as memory of the process
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,14 @@ def _by_layers(
     shape, unit = triple(source.shape), triple(source.unit)
     depth, *plane = shape
     slice_bytes, decoded = math.prod(plane) * source.dtype.itemsize, -1
+    deep = max(1, _MAP_BYTES // slice_bytes)
     with disk_errors(target.out):
         file = tempfile.TemporaryFile(dir=target.path)  # noqa: SIM115 - used outside `disk_errors`
         # Allocated in advance, because a memory map kills the process when the disk is full.
         os.posix_fallocate(file.fileno(), 0, min(depth, _LAYER) * slice_bytes)
 
-    def slice_at(z: int) -> NDArray[Any]:
-        return np.memmap(file, source.dtype, "r+", z % _LAYER * slice_bytes, tuple(plane))
+    def slices_at(z: int, count: int = 1) -> NDArray[Any]:
+        return np.memmap(file, source.dtype, "r+", z % _LAYER * slice_bytes, (count, *plane))
 
     def read(box: Box) -> NDArray[Any]:
         nonlocal decoded
@@ -129,9 +131,11 @@ def _by_layers(
             for index in reversed(units) if source.backwards else units:
                 part = intersection(chunk_box(index, unit, shape), layer)
                 on_progress(figures, f"decoding slice {part[0][0]} of {depth}")
-                for z, each in enumerate(source.get(slices(part)), part[0][0]):
-                    slice_at(z)[slices(part)[1:]] = each
-        voxels = np.stack([slice_at(z)[slices(box)[1:]].copy() for z in range(first, last)])  # one map at a time
+                (top, *_), (bottom, *_), voxels = *part, source.get(slices(part))
+                for z in range(top, bottom, deep):
+                    each = voxels[z - top : z - top + deep]
+                    slices_at(z, len(each))[:, *slices(part)[1:]] = each
+        voxels = np.stack([slices_at(z)[0][slices(box)[1:]].copy() for z in range(first, last)])
         figures.voxel_bytes += voxels.nbytes
         return voxels
 
