@@ -20,6 +20,7 @@ EXIT_GPU_MEMORY = 3
 EXIT_GUARD = 4
 EXIT_NONFINITE = 5
 EXIT_DATA = 6
+EXIT_NO_RESULT = 7  # a check of `doctor` failed; `tune` or `bench` could measure nothing
 EXIT_MOVED = 7
 # Only for `vesuvius memcheck`.
 EXIT_MEMORY_WARN = 10

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support import fork_server
+from tests.support.recorded_runs import run_start, step, write_run
 
 STUCK = """
 import sys, threading
@@ -24,3 +28,21 @@ def test_a_hanging_thread_delays_no_exit_and_keeps_the_exit_code(exit_code: int)
     command = [sys.executable, "-c", STUCK, str(exit_code)]
     done = fork_server.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "printed\n", "")
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs/schriftrolle-日本-ä", [run_start(), step(1)])
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict", "LC_ALL": "C"}
+    commands = (["report", run.name], ["quarantine", run.name], ["report", "日本"], ["train", "--config", "日本.yaml"])
+    for arguments in (*commands, ["memcheck", run.name], ["日本"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "vesuvius", *arguments], cwd=tmp_path, env=environment, capture_output=True
+        )
+        output = (done.stdout + done.stderr).decode("ascii")
+        assert "Traceback" not in output, arguments
+        assert "Bug in vesuvius" not in output
+        assert "\\u65e5\\u672c" in output
+    config = run / "config.resolved.yaml"
+    command = [sys.executable, "-m", "vesuvius", "train", "--config", str(config), "--print-config"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert f"name: {run.name}" in done.stdout.decode("utf-8"), "it is read back"

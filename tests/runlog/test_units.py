@@ -62,3 +62,11 @@ def test_quantiles_equal_numpy_s() -> None:
     for share in (0.0, 0.05, 0.5, 0.95, 1.0):
         assert quantile(values, share) == pytest.approx(np.quantile(values, share), rel=1e-12)
     assert quantile([3.0], 0.95) == 3.0
+
+
+def test_negative_figures_have_the_unit_of_their_size() -> None:
+    for size in (1.0, 5e3, 3e6, 5e9, 7e12, 2e15):
+        assert format_size(-size) == f"-{format_size(size)}"
+        assert format_rate(-size) == f"-{format_rate(size)}"
+    for seconds in (0.02, 5.0, 45.0, 100.0, 4e5, 1e10):
+        assert format_duration(-seconds) == f"-{format_duration(seconds)}"

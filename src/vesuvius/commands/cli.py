@@ -11,6 +11,7 @@ import errno
 import faulthandler
 import functools
 import importlib
+import io
 import logging
 import math
 import os
@@ -105,6 +106,9 @@ def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     exit_code = body(sys.argv[1:] if argv is None else argv)
     if argv is None:
         end_soon(exit_code)
@@ -165,6 +169,8 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> bool:
     if sys.stdout is None:  # closed when the process started
         return False
     try:
+        if exact and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
         print(text if exact else redact(text), end=end, flush=True)
     except OSError as error:
         lost = isinstance(error, BrokenPipeError) or (error.errno == errno.EIO and is_lost_terminal(sys.stdout))

@@ -7,7 +7,7 @@ import logging
 from vesuvius.commands.cli import Parser, add_config, as_command, say
 from vesuvius.config import Config
 from vesuvius.config.load import take_config
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
+from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, ConfigError, one_line
 
 
 @as_command
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
         prog="vesuvius doctor",
         description="Check this machine and, with --config, whether it fits that config.  Each line is ok, warn, fail, "
         "with a finding and a remedy.  Takes at most 30 s and leaves no files.",
-        epilog="exit codes: 0 = no line is fail, 1 = a line is fail, 2 = usage",
+        epilog="exit codes: 0 = no line is fail, 2 = usage, 7 = a line is fail",
         examples=("vesuvius doctor", "vesuvius doctor --config configs/demo.yaml"),
     )
     add_config(parser, required=False)
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         say(line(found.level, name, found.value, found.remedy))
     count["fail"] += failed
     say(f"{count['ok']} ok, {count['warn']} warn, {count['fail']} fail")
-    return EXIT_ERROR if count["fail"] else EXIT_OK
+    return EXIT_NO_RESULT if count["fail"] else EXIT_OK
 
 
 def line(level: str, name: str, value: str, remedy: str) -> str:

@@ -79,6 +79,11 @@ class Window:
         return self.step_s - min(self.full_s, self.pause_s)
 
     @property
+    def fetched_bytes_s(self) -> float:
+        """Bytes per second that all readers fetched from a remote store while they had work."""
+        return self.bytes_fetched / self.reading_s if self.reading_s else 0.0
+
+    @property
     def free_cores(self) -> float:
         """Usable cores that are idle; all usable ones if that was not measured."""
         if self.throttled_share is not None and self.throttled_share >= THROTTLED:
@@ -112,4 +117,6 @@ class Knobs:
     cached: bool  # whether `data.store.cache_dir` is set
     threads: int | None = None  # computing threads of a trainer on a CPU; None = unknown
     resident: bool = False  # whether volumes are kept in memory and the trainer reads the rest, without readers
+    # the next lower `requests` with which this session ran as many readers, and the bytes per second that they fetched
+    with_fewer_requests: tuple[int, float] | None = None
     memory_is_short: bool = False  # rules out more readers or prefetched batches

@@ -18,9 +18,11 @@ def format_gib(size_bytes: float | None) -> str:
 
 
 def format_size(size_bytes: float | None) -> str:
-    """'64 MiB', '1.25 GiB', '4.71 PiB'; '-' if None.  From 0.1 GiB on in GiB."""
+    """'64 MiB', '1.25 GiB', '-4.71 PiB'; '-' if None.  From 0.1 GiB on in GiB."""
     if size_bytes is None:
         return "-"
+    if size_bytes < 0:
+        return f"-{format_size(-size_bytes)}"
     for unit, name in ((2**50, "PiB"), (2**40, "TiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"
@@ -31,7 +33,7 @@ def format_size(size_bytes: float | None) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """'37 kB/s', '1.2 MB/s', '1.8 GB/s'."""
-    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if bytes_per_s >= u), (1e3, "kB"))
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if abs(bytes_per_s) >= u), (1e3, "kB"))
     return f"{_two_digits(bytes_per_s / unit)} {name}/s"
 
 
@@ -79,6 +81,8 @@ def format_duration(seconds: float) -> str:
     """'20.9 ms', '1.17 s', '45 s', '12m30s', '3h05m', '4d07h', '187 years'."""
     if abs(seconds) < 9.995:
         return f"{1000 * seconds:.3g} ms" if 0 < abs(seconds) < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)

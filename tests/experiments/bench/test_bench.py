@@ -16,7 +16,7 @@ import pytest
 
 from vesuvius.commands import bench as command
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_NO_RESULT, EXIT_OK
 from vesuvius.experiments.bench import session
 from vesuvius.experiments.bench.results import Measurement
 from vesuvius.experiments.bench.session import measure_cell
@@ -150,4 +150,4 @@ def test_ranks_are_measured_with_their_exchange(config: Path) -> None:
 
 def test_nothing_measured_is_an_error(config: Path) -> None:
     asked = ["--config", str(config), "data.volumes[0].path=nowhere", "--rounds", "1"]
-    assert command.main(asked) == EXIT_ERROR
+    assert command.main(asked) == EXIT_NO_RESULT

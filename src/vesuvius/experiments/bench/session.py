@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, VesuviusError, one_line
+from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, VesuviusError, one_line
 from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
 from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
@@ -55,7 +55,7 @@ class BenchRequest:
 def bench(request: BenchRequest) -> tuple[int, RunReport]:
     """Measure all cells and write the report; after a signal, with the measurements until then.
 
-    Returns the exit code, EXIT_ERROR if nothing could be measured, and the report.  Raises ConfigError if a cell's
+    Returns the exit code, EXIT_NO_RESULT if nothing could be measured, and the report.  Raises ConfigError if a cell's
     config is wrong or another bench of this run is active, and StorageError.
     """
 
@@ -197,4 +197,4 @@ def _write(
     train = shlex.join(["vesuvius", "train", "--config", str(request.source), *request.overrides])
     page = build_page(title, str(folder), facts, results, dump_config(config), train)
     write_page(folder, PAGE, render_html([page], made))
-    return (EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR), page
+    return (EXIT_OK if any(each.samples_s for each in results) else EXIT_NO_RESULT), page

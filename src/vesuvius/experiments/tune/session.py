@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
+from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
 from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, machine_words, with_micro_batch
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
@@ -149,8 +149,8 @@ class TuneRequest:
 def tune(request: TuneRequest) -> int:
     """Measure until the policy stops or a signal arrives, then write the report and the tuned config.
 
-    Returns the exit code, EXIT_ERROR if nothing could be measured.  Raises ConfigError if another tune of this run is
-    active or the tuned config could not be written, DataError and StorageError.
+    Returns the exit code, EXIT_NO_RESULT if nothing could be measured.  Raises ConfigError if another tune of this run
+    is active or the tuned config could not be written, DataError and StorageError.
     """
     space, planner = _open(request)
     directory = run_dir(request.config).path / TUNE
@@ -171,7 +171,7 @@ def tune(request: TuneRequest) -> int:
         _finish(request, search, found, directory)
         if why:
             return stop.exit_code or EXIT_STOPPED
-        return EXIT_ERROR if found.certainty == "none" else EXIT_OK
+        return EXIT_NO_RESULT if found.certainty == "none" else EXIT_OK
 
 
 def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
