@@ -133,13 +133,20 @@ _REMEDIES = {
 }
 
 
+def broken_link(path: Path) -> str:
+    """Name a link in a path that leads nowhere, with its target; '' if there is none.  Reads the links."""
+    for each in (path, *path.parents):
+        if os.path.islink(each) and not os.path.exists(each):
+            return f"{each} is a link to {os.readlink(each)}, which does not exist: mount its disk or change the link"
+    return ""
+
+
 def disk_remedy(error: BaseException) -> str:
-    """Remedy for an OSError of a write: space only for a full disk; a link to nowhere is named.  Looks at the path."""
+    """Remedy for an OSError of a write: space only for a full disk; a link to nowhere is named."""
     named, of_rust = getattr(error, "filename", None), re.search(r"\(os error (\d+)\)", str(error))
     number = getattr(error, "errno", None) or (int(of_rust[1]) if of_rust else errno.ENOSPC)
-    for path in (Path(named), *Path(named).parents) if isinstance(named, str) else ():
-        if os.path.islink(path) and not os.path.exists(path):
-            return f"{path} is a link to {os.readlink(path)}, which does not exist: mount its disk or change the link"
+    if isinstance(named, str) and (link := broken_link(Path(named))):
+        return link
     return _REMEDIES.get(number, "check the disk and its mount")
 
 

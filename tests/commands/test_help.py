@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
+from tests.support import fork_server
 from vesuvius.commands.cli import COMMANDS, main
+from vesuvius.errors import EXIT_DATA
 
 SUBCOMMANDS = [f"volume {name}" for name in ("synth", "info", "copy", "import", "occupancy", "verify")]
 
@@ -48,3 +52,17 @@ def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "vesuvius train: error: unrecognized arguments: --replya; see `vesuvius train --help`\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["sample", "--help-all"], []])
+def test_help_that_cannot_be_written_is_an_error(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [
+            sys.executable,
+            "-c",
+            "import sys, vesuvius.commands.cli as c; sys.exit(c.main())",
+            *arguments,
+        ]
+        done = fork_server.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == EXIT_DATA
+    assert "Cannot write the output: [Errno 28] No space left on device; free some space" in done.stderr

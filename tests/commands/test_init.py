@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,24 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     ):
         assert words in message
     assert not Path("configs").exists()
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_full_disk_leaves_no_incomplete_config(
+    tmp_path: Path, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # as a disk with room for 100 bytes
+    try:
+        assert init.main([str(volume), "--out", "first.yaml"]) == EXIT_DATA
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "Cannot write the config first.yaml: " in capsys.readouterr().err
+    assert not Path("first.yaml").exists()
+    Path("disk").symlink_to(tmp_path / "not/mounted")
+    assert init.main([str(volume), "--out", "disk/first.yaml"]) == EXIT_DATA
+    assert f"disk is a link to {tmp_path / 'not/mounted'}, which does not exist" in capsys.readouterr().err
+    assert init.main([str(volume), "--out", "first.yaml"]) == EXIT_OK, "the same command works afterwards"
 
 
 def test_what_is_no_volume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

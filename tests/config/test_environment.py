@@ -73,11 +73,41 @@ def test_other_variables_are_left_alone() -> None:
 def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
     for name, problem in {
         "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
-        "LR": "lr: unknown key; did you mean training.lr?",
+        "LR": "unknown key; did you mean VESUVIUS_TRAINING__LR?",
         "DATA__VOLUMES__PATH": "data.volumes has no entry path; use 0, its only entry",
         "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer",
     }.items():
         assert problems(**{name: "1"}) == [f"environment variable VESUVIUS_{name}: {problem}"]
+
+
+def test_a_single_underscore_between_section_and_key_is_pointed_out() -> None:
+    for name, meant in {
+        "TRAINING_LR": "TRAINING__LR",
+        "TRAINING_RESUME": "TRAINING__RESUME",
+        "DATA_STORE_CACHE_DIR": "DATA__STORE__CACHE_DIR",
+        "DATA_VOLUMES_0_PATH": "DATA__VOLUMES__0__PATH",
+        "SEEDS": "SEED",
+    }.items():
+        assert problems(**{name: "1"}) == [
+            f"environment variable VESUVIUS_{name}: unknown key; did you mean VESUVIUS_{meant}?"
+        ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["/data/scan #2.zarr", "#2", "'a' # b", "[a, b] # c", "- path: a\n- path: b #2", "|\n  a\n# b"],
+)
+@pytest.mark.parametrize("by", ["variable", "override"])
+def test_a_value_is_never_cut_at_what_yaml_takes_for_a_comment(value: str, by: str) -> None:
+    with pytest.raises(ConfigError, match="is a YAML comment and would be cut off; put the value in quotes"):
+        read(f"name={value}") if by == "override" else read(NAME=value)
+
+
+def test_other_number_signs_belong_to_the_value() -> None:
+    for value in ("a#b.zarr", "'/data/scan #2.zarr'", '"#2"', "'it''s # 3'"):
+        path = read(f"data.volumes.0.path={value}").data.volumes[0].path
+        assert path == yaml.safe_load(value)
+    assert read("data.volumes=[{path: 'scan #2', level: 1}]").data.volumes[0].path == "scan #2"
 
 
 def test_each_problem_names_the_variable_it_comes_from() -> None:

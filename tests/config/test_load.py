@@ -88,6 +88,10 @@ def test_an_alias_repeats_values_and_an_override_does_not_reach_through_it() -> 
         ("name: a\nseed: 0x" + "f" * 2000, "x.yaml:2: seed: cannot read the value as int; write a plain value"),
         ('name: "\\ud800"', "x.yaml:1: name: cannot read the value as str; write a plain value"),
         ("[" * 600, "x.yaml:1: not valid YAML: nested too deeply, or an alias refers to its own parent"),
+        (
+            "name: a\nbase: &b {lr: 1}\ntraining:\n  <<: *b\n",
+            "x.yaml:4: <<: merge keys are not read; write the keys here, or in a file that this one `extends`",
+        ),
         ("a:\n  lr: 1\n  b: 1\n  lr: 2\n", "x.yaml:4: a.lr: the key is set twice; remove one"),
         (
             "name: a\nseed: &x [*x, *x]\n",

@@ -244,6 +244,17 @@ def test_the_legend_names_the_last_value(tmp_path: Path) -> None:
         assert legends["lr"].startswith("last 0.00, ")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "7", "{", '{"packages": [1], "gpus": {"a": 1}, "commit": 7}', '{"packages": "x", "gpus": 3}'],
+)
+def test_an_env_json_of_wrong_types_is_unknown(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    (run / "env.json").write_text(text)
+    assert reported(run).facts["torch / vesuvius"] == f"{NOT_KNOWN} / {NOT_KNOWN}"
+    assert shown(reported(run)).text
+
+
 def test_a_resume_hides_nothing_of_why_the_session_before_died(tmp_path: Path) -> None:
     names = ("guard", "hung", "nonfinite", "save_failed", "reader_died")
     events = [{"kind": "event", "time": BEGAN + 8, "step": 8, "event": n, "text": f"why {n}"} for n in names]

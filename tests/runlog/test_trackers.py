@@ -234,6 +234,16 @@ def test_trackers_get_tensorboard_s_tags_and_continue_their_run(
     assert warnings(caplog) == []
 
 
+@pytest.mark.parametrize("left", ["", "\n"])
+def test_an_id_that_a_full_disk_left_empty_is_replaced(fake: Path, tmp_path: Path, left: str) -> None:
+    kept = tmp_path / "run/wandb_id"
+    kept.write_text(left)
+    tracked(tmp_path, END)
+    given = calls(fake)[0][1]["id"]
+    assert len(given) == 12
+    assert kept.read_text() == given
+
+
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [

@@ -33,6 +33,7 @@ from vesuvius.errors import (
     EXIT_STOPPED,
     StorageError,
     VesuviusError,
+    disk_remedy,
 )
 from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
 from vesuvius.runlog.redact import redact
@@ -67,11 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in {"-h", "--help", "--help-all"}:
-        print(_help())
-        return EXIT_OK if arguments else EXIT_CONFIG
+        return _answer([_help()]) or (EXIT_OK if arguments else EXIT_CONFIG)
     if arguments[0] == "--version":
-        print(f"vesuvius {__version__}")
-        return EXIT_OK
+        return _answer([f"vesuvius {__version__}"])
     command, *rest = arguments
     if command not in COMMANDS:
         print(f"unknown command {command!r}; `vesuvius --help` lists the commands", file=sys.stderr)
@@ -103,6 +102,12 @@ def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
         return _ended(functools.partial(_run_command, body), argv)
 
     return main
+
+
+@as_command
+def _answer(texts: list[str]) -> int:
+    say(*texts)
+    return EXIT_OK
 
 
 def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
@@ -177,7 +182,7 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> bool:
         silence(sys.stdout)  # otherwise Python flushes it again at exit
         if lost:
             return False
-        raise StorageError(f"Cannot write the output: {error}; free some space or write it elsewhere") from error
+        raise StorageError(f"Cannot write the output: {error}; {disk_remedy(error)} or write it elsewhere") from error
     return True
 
 

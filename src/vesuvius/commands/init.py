@@ -81,7 +81,12 @@ def _check_new(name: str, out: Path) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    with storage_errors(f"the config {out}", "choose another file with --out"):
+    with storage_errors(f"the config {out}", "free some space or choose another file with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = out.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except OSError:
+            out.unlink()  # an incomplete config must not be in the way
+            raise

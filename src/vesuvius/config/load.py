@@ -32,7 +32,7 @@ from vesuvius.config.describe import (
     to_yaml_block,
 )
 from vesuvius.config.section import Location
-from vesuvius.config.yaml_source import Lines, current_name, read_yaml
+from vesuvius.config.yaml_source import Lines, current_name, find_comment, read_yaml
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -246,11 +246,19 @@ def _validated(
         found = dict(filter(None, map(explain, error.errors()[: 50 * _MOST_PROBLEMS])))
         within = {path: f"{dotted(path)}: " if path else "" for path in found}
         wrong = [f"{_source(path, text, layers, settings)}: {within[path]}{text}" for path, text in found.items()]
-        problems = [*wrong, *problems]
+        problems = [*map(_with_variable, wrong), *problems]
     if problems:
         more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
         raise ConfigError("\n".join([*problems[:_MOST_PROBLEMS], *more]))
     return config
+
+
+def _with_variable(problem: str) -> str:
+    """Name the variable in place of a suggested key if a problem is that of one without a section."""
+    unknown = re.fullmatch(r"(environment variable \w+: )\w+: (unknown key; did you mean )([\w.[\]]+)\?", problem)
+    if unknown is None:
+        return problem
+    return f"{unknown[1]}{unknown[2]}{_PREFIX}{unknown[3].replace('[]', '.0').replace('.', '__').upper()}?"
 
 
 def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
@@ -289,6 +297,8 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
     if not all(parts) or not key.isprintable():
         raise ConfigError("not an override; write key.path=value, such as training.lr=1e-4")
     value, _ = read_yaml(text, label, parts, has_lines=False)
+    if comment := find_comment(text):
+        raise ConfigError(f"{show(comment)} is a YAML comment and would be cut off; put the value in quotes: \"'...'\"")
     if value is None and not text.strip():
         raise ConfigError("the value is missing; write null for none, or '' for empty text")
     holders: list[Any] = [tree]

@@ -65,6 +65,9 @@ def read_yaml(
                         raise refused(key.start_mark.line, "invalid key; use plain text on one line")
                     name = current_name(dotted((*path, key.value)), key.value, is_stored)
                     inner = (*path, name)
+                    if key.value == "<<":
+                        what = "<<: merge keys are not read; write the keys here, or in a file that this one `extends`"
+                        raise refused(key.start_mark.line, what)
                     if name in found:
                         also = "" if written[name] == key.value else f", also as {written[name]}"
                         what = f"{dotted((*path, key.value))}: the key is set twice{also}; remove one"
@@ -97,6 +100,13 @@ def read_yaml(
     except RecursionError:
         what = "nested too deeply, or an alias refers to its own parent"
     raise refused(line, f"not valid YAML: {what}")
+
+
+def find_comment(text: str) -> str:
+    """Return valid YAML text from its first comment on; '' without one.  Pure."""
+    scalars = [token for token in yaml.scan(text, Loader=_CoreLoader) if isinstance(token, yaml.ScalarToken)]
+    inside = {at for token in scalars for at in range(token.start_mark.index, token.end_mark.index)}
+    return next((text[at:] for at, letter in enumerate(text) if letter == "#" and at not in inside), "")
 
 
 def current_name(name: str, default: Any, is_stored: bool = False) -> Any:

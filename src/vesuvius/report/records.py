@@ -48,7 +48,7 @@ _SHAPES: Mapping[str, Any] = {
     "run_start": {"validated_step": int, "previewed_step": int, "drift": [], "accepted": []},
     "validation": {"bin_edges": [int | float], "weights": {"ema": {"relative_bins": []}}},
 }  # fmt: skip
-
+_ENVIRONMENT = {"gpus": list, "packages": dict}  # the same for env.json
 
 _MOST_SYSTEM = 1000  # records of the monitor that are kept, or twice as many
 
@@ -150,6 +150,7 @@ def read_run(path: Path) -> RunRecords:
             since, changed = index, keys
     config, session = file_inside(path, "config.resolved.yaml"), read_session(path / "session.json")
     config_text = (config and read_text(config)) or ""
+    env = parse_record(read_text(path / "env.json") or "") or {}
     return RunRecords(
         path,
         columns,
@@ -167,7 +168,7 @@ def read_run(path: Path) -> RunRecords:
         ],
         _config(config_text),
         config_text,
-        parse_record(read_text(path / "env.json") or "") or {},
+        {key: value for key, value in env.items() if isinstance(value, _ENVIRONMENT.get(key, object))},
         _state(session, sessions) if path.is_dir() else GONE,
         session.exit_code if session else None,
     )

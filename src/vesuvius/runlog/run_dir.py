@@ -22,7 +22,7 @@ from typing import Any
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
-from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.errors import ConfigError, broken_link, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.find_run import is_run, runs_root
 from vesuvius.runlog.held import LOCK, holding
@@ -250,9 +250,10 @@ def run_dir(config: Config) -> RunDir:
 def require_run(directory: RunDir) -> None:
     """Raise ConfigError if there is no run to resume; one that was killed before it saved anything counts."""
     if not (directory.exists() or is_run(directory.path)):
+        places = "check the name, the working directory (or VESUVIUS_RUNS) and that its disk is mounted"
         raise ConfigError(
-            f"Cannot resume: there is no run in {directory.path.absolute()}; check the name, the working directory (or "
-            "VESUVIUS_RUNS) and that its disk is mounted, or start without --resume (training.resume=auto does both)"
+            f"Cannot resume: there is no run in {directory.path.absolute()}; {broken_link(directory.path) or places}, "
+            "or start without --resume (training.resume=auto does both)"
         )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.runlog.files import AsyncWriter
+from vesuvius.runlog.files import AsyncWriter, write_atomically
 from vesuvius.runlog.held import where
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact, redacted
@@ -156,12 +156,12 @@ class Wandb:
 
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
         kept = directory / "wandb_id"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+        if not _read_id(kept):
+            write_atomically(kept, uuid.uuid4().hex[:12].encode())
         self._run = importlib.import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "vesuvius"),
             name=run,
-            id=kept.read_text().strip(),
+            id=_read_id(kept),
             resume="allow",
             dir=str(directory),
             config=dict(settings),
@@ -187,10 +187,10 @@ class Mlflow:
         folder = (directory / "mlruns").resolve().as_uri()
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI") or folder)
         kept = directory / "mlflow_id"
-        if kept.exists():
-            mlflow.start_run(run_id=kept.read_text().strip())
+        if run_id := _read_id(kept):
+            mlflow.start_run(run_id=run_id)
         else:
-            kept.write_text(mlflow.start_run(run_name=run).info.run_id)
+            write_atomically(kept, mlflow.start_run(run_name=run).info.run_id.encode())
             for first in range(0, len(settings), 100):  # its limit per call
                 mlflow.log_params(dict(list(settings.items())[first : first + 100]))
 
@@ -205,6 +205,11 @@ class Mlflow:
 TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb": Wandb, "mlflow": Mlflow}
 """By the names of `monitor.trackers`.  Arguments: the run's name, its directory, for the board's run id and offline
 files, and its settings by key."""
+
+
+def _read_id(file: Path) -> str:
+    """Return the id in a file; '' if it is missing, or empty after a full disk."""
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def known_figures(record: Record) -> dict[str, float]:

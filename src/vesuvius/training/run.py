@@ -276,14 +276,14 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
         ranks.abort.on_kill = record_kill
         try:
             schedule = Schedule.from_config(config.diffusion, checked.facts.spectrum)
-            train_step = TrainStep(config, build_network(config, device), schedule, device, ranks)
+            network = build_network(config, device)
+            if checked.initial:  # on rank 0, which sends its weights to the others
+                network.load_state_dict(checked.initial[0])
+                checked.initial[0].clear()
+            train_step = TrainStep(config, network, schedule, device, ranks)
             if checked.resumed:
                 progress = restore(checked.resumed, train_step, device)
                 progress.quarantined = without_cleared(progress.quarantined, directory.quarantine)
-            elif checked.initial:
-                weights, _ = checked.initial
-                train_step.set_weights(weights)
-                weights.clear()
             progress.align_to_ranks(ranks.world, config.global_batch)
             watchdog = Watchdog(
                 60 * (config.monitor.stall_minutes or 0.0),

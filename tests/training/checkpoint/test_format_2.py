@@ -15,8 +15,9 @@ from tests.training.step.test_step import make_config, make_step, train
 from vesuvius.config import Config, TrainingConfig, Triple
 from vesuvius.diffusion.network import boxes, unet
 from vesuvius.training.checkpoint.format import load_checkpoint
+from vesuvius.training.checkpoint.initial import read_initial_weights
 from vesuvius.training.checkpoint.save import save_checkpoint
-from vesuvius.training.checkpoint.trained import load_weights, read_initial_weights
+from vesuvius.training.checkpoint.trained import load_weights
 from vesuvius.training.step.step import TrainStep
 
 RENAMED = {"from_boxes": "stem_in", "to_boxes": "stem_out", "trunk.to_boxes": "trunk.upsamples"}

@@ -23,13 +23,10 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, Kind, PreparedData
 from vesuvius.training.checkpoint.format import (
-    MANIFEST,
     STATE,
     check_files,
-    find_checkpoint,
     load_state,
     load_weights_file,
-    permission_checked,
     read_digests,
     stored_averages,
     weights_file,
@@ -213,27 +210,6 @@ def check_weights(checkpoint: Path, weights: str) -> str:
     if weights not in available:
         raise ConfigError(f"{checkpoint} has no weights {weights!r}; choose --weights from {', '.join(available)}")
     return read_digests(checkpoint)[_file_of(weights)]
-
-
-def read_initial_weights(given: Path) -> tuple[dict[str, Tensor], Path]:
-    """Averaged weights named by `training.init_from`, by name, in float32 on the CPU; and their file.
-
-    Args:
-        given: as for `find_checkpoint`, or any `.safetensors` file.
-
-    Raises ConfigError: there are no weights; StorageError: they are damaged.
-    """
-    with permission_checked():
-        alone = given.suffix == ".safetensors" and given.is_file()
-    if not alone:
-        found = find_checkpoint(given, "training.init_from")
-        source, weights = found / weights_file("ema"), load_weights(found, "ema")
-    else:
-        if (given.parent / MANIFEST).is_file():
-            check_files(given.parent, given.name)
-        source, weights = given, load_weights_file(given)
-    # Copies: the file is memory-mapped, and its run may delete it.
-    return {name: weight.to(torch.float32, copy=True) for name, weight in weights.items()}, source
 
 
 def _file_of(weights: str) -> str:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, StorageError, broken_link
 from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
+from vesuvius.runlog.held import where
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import format_size
@@ -22,11 +23,11 @@ from vesuvius.stream.options import StreamOptions, check_cluster, check_store, i
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
+from vesuvius.training.checkpoint.initial import check_initial_weights, compare_initial, read_initial_weights
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
-from vesuvius.training.checkpoint.trained import DataFacts, read_initial_weights, trained_volumes
+from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.training.step.optimizer import num_saved_copies
 from vesuvius.training.step.setup import build_meta_network, parameter_count
-from vesuvius.training.step.step import check_initial_weights
 from vesuvius.training.validation.preview import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
@@ -52,8 +53,8 @@ class Preflight:
     data: PreparedData
     facts: DataFacts  # measured facts about the data; of a resumed run, those it began with
     resumed: ResumePoint | None  # None = start at step 0
-    # weights of `training.init_from` at step 0, emptied once loaded, and their file, which its run may delete
-    initial: tuple[dict[str, Tensor], Path] | None
+    # at step 0: weights of `training.init_from`, on rank 0 and emptied once loaded, their file, and what differs there
+    initial: tuple[dict[str, Tensor], Path, list[str]] | None
     fixed: FixedPatches | None  # for validation and previews; None = neither is configured
     parameters: int  # trainable weights of the network
     checkpoint_bytes: int  # size of one checkpoint on disk, estimated
@@ -65,21 +66,17 @@ class Preflight:
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
-    initial = (dict[str, Tensor](), checked.initial[1]) if checked.initial else None
     data = replace(checked.data, volumes=(), conditions=())
-    return replace(checked, data=data, resumed=resumed, initial=initial, fixed=None)
+    return replace(checked, data=data, resumed=resumed, initial=None, fixed=None)
 
 
 def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
     """Return the preflight of one rank: its directory, its samples, and the state that it continues from."""
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
-        resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
-    initial = checked.initial
-    if initial is not None and not initial[0]:
-        initial = read_initial_weights(initial[1])
+        resumed = replace(resumed, state=load_checkpoint(where(resumed.checkpoint), verified=True))
     data = replace(checked.data, job=replace(checked.data.job, rank=rank, world=world))
-    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed, initial=initial)
+    return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed)
 
 
 def preflight(
@@ -136,8 +133,10 @@ def preflight(
     initial = None
     if config.training.init_from is not None and not resumed:
         given = config.training.init_from
-        initial = read_initial_weights(Path(given if os.path.exists(given) else getattr(given, "written", given)))
-        check_initial_weights(network, initial[0])
+        found = Path(given if os.path.exists(given) else getattr(given, "written", given))
+        weights, source = read_initial_weights(found)
+        check_initial_weights(network, weights)
+        initial = weights, source, compare_initial(source, config, DataFacts(trained_volumes(data), greys, spectrum))
     size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
     free = _check_disk(directory.path, size)
     return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)
@@ -211,6 +210,8 @@ def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:
     """Free bytes at the location of the run directory.  Raises StorageError."""
+    if link := broken_link(path):
+        raise StorageError(f"Cannot create {path}: {link}")
     there = nearest_existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise StorageError(f"Cannot write to {there} to create {path}; choose another directory")

@@ -61,6 +61,7 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
         lines.append((warning if existed else info, found))
     if checked.initial is not None:
         lines.append((info, f"starting from the weights of {checked.initial[1]}"))
+        lines += [(warning, f"training.init_from: {line}") for line in checked.initial[2]]
     lines += [(warning, doubt) for doubt in config_warnings(config, data, world, usable_cores(os.getpid()))]
     lines += [(info, line) for line in _data_lines(config, checked, world)]
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"

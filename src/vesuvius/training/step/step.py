@@ -22,7 +22,6 @@ from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.estimate import Condition, Denoise, mask_condition, predict
 from vesuvius.diffusion.randomness import condition_mask, sample_noise
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
-from vesuvius.errors import ConfigError
 from vesuvius.loader.intensity import to_device
 from vesuvius.monitor.clock import Timed, untimed
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
@@ -234,10 +233,8 @@ class TrainStep:
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Initialize the network and every average with these weights.  Raises ConfigError if they do not fit."""
-        check_initial_weights(self.network, weights)
-        for name, parameter in self.network.named_parameters():
-            parameter.copy_(weights[name])
+        """Set the network and every average to these weights, which must fit."""
+        self.network.load_state_dict(weights)
         for average in self.averages.values():
             average.restart(weights)
 
@@ -304,12 +301,3 @@ def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> s
     ]
     more = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
     return ", ".join(problems[:3] + more)
-
-
-def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Raises ConfigError if a network, possibly on the meta device, cannot start from these weights."""
-    if problems := weight_problems(dict(network.named_parameters()), weights):
-        raise ConfigError(
-            f"The weights of training.init_from do not fit the network: {problems}; copy model.* from their run, or "
-            "remove training.init_from"
-        )
