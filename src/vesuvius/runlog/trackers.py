@@ -120,7 +120,7 @@ class TensorBoard:
             if record["kind"] == "run_start":
                 self._purge_step = record["step"] + 1
             directory = where(self._directory)
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             # Its package opens the file by name for each write, although the run directory may be moved.
             self._descriptor = os.open(directory, os.O_RDONLY)
             if (followed := Path(f"/proc/self/fd/{self._descriptor}")).exists():  # not on macOS

@@ -193,7 +193,7 @@ def save_checkpoint(
     final = directory / f"step_{step:08d}"
     unfinished = directory / f"{_PARTIAL}{final.name}"
     try:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         _clean_up(directory)
         # Each tensor's entry takes a few hundred bytes; the rest is plain data.
         needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20

@@ -123,7 +123,7 @@ def make_preview(
     textures = {"real": both["real"], name: both["generated"]}
     with_charts(montage, textures, reference.grey).save(png := io.BytesIO(), format="PNG")
     file = where(run / picture)
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, png.getvalue())
     record = {
         "picture": picture.as_posix(),
