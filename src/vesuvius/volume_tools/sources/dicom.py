@@ -41,7 +41,6 @@ class _Slice:
 
     file: Path
     frame: int
-    number: int  # InstanceNumber
     places: tuple[Any, ...]  # datasets with its attributes, the most specific first
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -63,6 +62,10 @@ class _Slice:
     def position(self) -> list[float]:
         is_shared = self.get("NumberOfFrames", 1) > 1 and len(self.places) == 1
         return [] if is_shared else self.vector("ImagePositionPatient", 3)
+
+    @cached_property
+    def number(self) -> int:
+        return int(self.get("InstanceNumber", 0)) + self.frame
 
     @cached_property
     def rule(self) -> tuple[float, float]:
@@ -174,7 +177,7 @@ def _frames(file: Path, about: Any) -> Iterator[_Slice]:
     for frame in range(int(about.get("NumberOfFrames") or 1)):
         groups = [*own[frame : frame + 1], *shared]
         items = (item for group in groups for element in group if element.VR == "SQ" for item in element.value)
-        yield _Slice(file, frame, int(about.get("InstanceNumber") or 0), (*items, about))
+        yield _Slice(file, frame, (*items, about))
 
 
 def _check_decoder(file: Path, about: Any) -> None:
@@ -211,8 +214,8 @@ def _in_order(path: Path, slices: Sequence[_Slice]) -> list[_Slice]:
     plane = slices[0].vector("ImageOrientationPatient", 6)
     if not plane or not all(each.position for each in slices):
         log.warning("%s does not give the positions of its slices; they are sorted by number", path)
-        ordered = sorted(slices, key=lambda each: (each.number, each.frame))
-        positions = np.array([[0, 0, each.number + each.frame] for each in ordered])
+        ordered = sorted(slices, key=lambda each: each.number)
+        positions = np.array([[0, 0, each.number] for each in ordered])
     else:
         normal = np.cross(plane[:3], plane[3:])
         ordered = sorted(slices, key=lambda each: float(np.dot(each.position, normal)))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.volume_tools.sources.files import Stored, contiguous, default_axes, geometry, refuse
+from vesuvius.volume_tools.sources.files import Stored, axis_letters, contiguous, geometry, refuse
 from vesuvius.volumes.box import triple
 
 log = logging.getLogger(__name__)
@@ -155,17 +155,13 @@ def _nrrd_axes(file: Path, header: dict[str, str], shape: Sequence[int]) -> tupl
     if directions := header.get("spacedirections"):
         words = "the space directions %s (origin %s) of %s cannot be used; its voxels are kept in stored order"
         log.warning(words, directions, header.get("spaceorigin"), file)
-    labels, kinds = "".join(_quoted(header, "labels")).upper(), header.get("kinds", "").lower().split()
-    if len(labels) == len(shape) and all(labels.count(letter) == 1 for letter in "XYZ"):
-        return labels[::-1], None
+    labels, kinds = _quoted(header, "labels"), header.get("kinds", "").lower().split()
     in_space = [kind in ("domain", "space") for kind in kinds]
     if sum(in_space) == 2:  # slices
         in_space = [kind in ("domain", "space", "list", "time") for kind in kinds]
-    if len(kinds) == len(shape) and any(in_space):
+    if len(kinds) == len(shape) and any(in_space) and not {"x", "y", "z"} <= {label.lower() for label in labels}:
         return _letters(in_space)[::-1], None
-    if len(shape) > 3:
-        log.warning("%s does not name its axes; they are taken as %s, slowest first", file, default_axes(shape))
-    return default_axes(shape), None
+    return axis_letters([labels[::-1]], shape), None
 
 
 def _letters(in_space: Iterable[bool]) -> str:
