@@ -31,7 +31,7 @@ def main(pairs: str, out: str, box: str, *classes: str) -> int:
         axes = zip(size, scan.shape_zyx, strict=True)
         starts = [sorted({*range(0, length - side, side), length - side}) for side, length in axes]
         spacing_zyx = [um / 1000 for um in scan.voxel_size_um or (1000, 1000, 1000)]  # NIfTI counts in mm
-        affine = np.diag([*spacing_zyx[::-1], 1])
+        affine = np.diag([*spacing_zyx[::-1], 1]) * [-1, -1, 1, 1]  # vesuvius's volumes are LPS, NIfTI's space is RAS
         for start in product(*starts):
             where = tuple(slice(first, first + side) for first, side in zip(start, size, strict=True))
             name = "_".join(map(str, (path.stem, *start)))

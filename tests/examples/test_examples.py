@@ -84,7 +84,7 @@ def test_nnunet_gets_every_voxel_of_the_pairs_on_the_grid_of_the_scan(tmp_path: 
         for file, offset in ((path, 0), (out / f"imagesTr/{name}_0000.nii.gz", 1000)):
             read = nibabel.load(file)
             np.testing.assert_array_equal(np.asarray(read.dataobj).T, voxels[where] + offset)
-            np.testing.assert_allclose(read.header.get_zooms(), (0.004, 0.003, 0.002))
+            np.testing.assert_allclose(read.affine, np.diag([-0.004, -0.003, 0.002, 1]), rtol=1e-6)  # left, back, head
     assert covered.min() == 1
     about = json.loads((out / "dataset.json").read_text())
     assert about["labels"] == {"background": 0, "sheet": 1, "ignore": 2}
