@@ -72,7 +72,7 @@ except ModuleNotFoundError as missing:
 MICRO_BATCHES = (1, 2, 4, 8)
 MARGIN = 0.01  # a smaller gain does not change the setting
 EAGER_S, COMPILED_S, TURN_S = 15.0, 45.0, 10.0  # least time left to begin a row; in turns all is compiled
-MOST_S = 180.0  # of one row
+MOST_S, MOST_COMPILED_S = 180.0, 420.0  # of one row; the first also computes the float32 reference
 ROUNDS = 2
 VERIFY_S = 60.0  # reserved for the turns
 GRACE_S = 20.0  # after the end, for a row that is under way: they look at the clock between micro-batches
@@ -205,7 +205,8 @@ class Check:
             self._findings.skip(asdict(setting))
             return {}
         measure = functools.partial(self._bench.measure, setting)
-        row = attempt(self._bench, min(MOST_S, left_s), measure)
+        most_s = MOST_COMPILED_S if setting.compile or not self._findings.content["rows"] else MOST_S
+        row = attempt(self._bench, min(most_s, left_s), measure)
         return self._findings.add(section, asdict(setting) | row)
 
     def _verified(self, best: Setting) -> Setting:

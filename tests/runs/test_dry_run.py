@@ -19,7 +19,7 @@ from vesuvius.volumes.store.cache import DiskCache
 def test_the_dry_run_describes_the_run_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_log, "convolution_flops_s", lambda device, amp: 2e5)
+    monkeypatch.setattr(start_log, "convolution_flops_s", lambda *_: 2e5)
     arguments = ("--dry-run", "training.workers=2", "training.amp=off", "training.epochs=40")
     assert vesuvius_train(tiny_config(), *arguments) == 0
     text = capsys.readouterr().out

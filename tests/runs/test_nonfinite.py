@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import textured, write_array
+from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.errors import DataError
 from vesuvius.monitor.clock import HostClock, StepTimes
@@ -51,6 +53,42 @@ def test_a_non_finite_step_is_noticed_although_its_figures_arrive_late(
     assert (event["event"], event["step"]) == ("nonfinite", bad_step)
     assert load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])["step"] == bad_step
     assert [s["step"] for s in steps_of()] == list(range(1, bad_step + 1))
+
+
+LATE_ON_RANK_0 = """
+import math, os, sys
+from tests.runs.test_nonfinite import LateClock
+from vesuvius.commands import train
+from vesuvius.training import loop
+from vesuvius.training.step.step import TrainStep
+if os.environ["RANK"] == "0":
+    loop.make_clock = lambda device: LateClock()
+accumulate = TrainStep.accumulate
+def poisoned(self, x_0, indices, *rest):
+    return accumulate(self, x_0 * math.inf if indices[0] // 4 == 2 else x_0, indices, *rest)
+TrainStep.accumulate = poisoned
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("validate_every", [0, 3])
+def test_the_ranks_end_together_after_a_step_that_rank_0_is_last_to_know_of(
+    tiny_config: WriteConfig, tmp_path: Path, validate_every: int
+) -> None:
+    """As on GPUs.  A rank that ends at once makes rank 0 report its failure instead, and on a GPU save nothing."""
+    keys = {"ranks": 2, "train_batch_size": 2, "accumulate_steps": 1, "validate_every": validate_every}
+    config = tiny_config(training=keys | {"validate_patches": 2})
+    program = ("-c", LATE_ON_RANK_0)
+    environment = os.environ.get("PYTHONPATH", "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), environment]))
+        with started_ranks(config, tmp_path, 2, program=program) as ranks:
+            assert ends_of(ranks) == [5, 5], output_of(tmp_path, 2)
+    assert "step 3 was not finite: stopping after the current step" in output_of(tmp_path, 2)
+    ended = read_records(tmp_path / "runs/tiny/metrics.jsonl")[-1]
+    assert (ended["kind"], ended["exit_code"]) == ("run_end", 5)
+    assert ended["cause"].startswith("Loss or gradient not finite: step 3 ")
+    assert load_checkpoint(list_checkpoints(tmp_path / "runs/tiny/checkpoints")[-1])["step"] == 3
 
 
 def test_consecutive_bad_steps_are_counted_across_a_resume(

@@ -69,6 +69,7 @@ class TrainingLoop:
         reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
+        self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
         self.micro_batch, self._steps_begun = run.share.micro_batch, 0
 
     def run_steps(self) -> None:
@@ -104,9 +105,12 @@ class TrainingLoop:
                             tune()
                     self.periodic.record_saves()
                     if self.periodic.is_scheduled():
-                        reporter.report(wait=True)
-                        with clock.pausing():
-                            self.periodic.run_scheduled()
+                        self._report(reporter, wait=True)
+                        if self._nonfinite is None:  # else no rank runs them
+                            with clock.pausing():
+                                self.periodic.run_scheduled()
+                if self._nonfinite is not None:
+                    raise self._nonfinite
                 reporter.finish()
                 self.periodic.save()  # overlaps with ending the readers: a scheduler may not allow time for both
             except Exception as error:
@@ -197,7 +201,21 @@ class TrainingLoop:
         reporter.add_launched(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
         self.run.watchdog.expects("step", "the tasks between two steps")
-        reporter.report()
+        self._report(reporter)
+
+    def _report(self, reporter: StepReporter, wait: bool = False) -> None:
+        """Log finished steps.  Raises NonFiniteError if this is the only rank.
+
+        Several ranks all get this error, but not at the same time: the first stops all before the next step, as rank 0
+        cannot save behind an incomplete sum.
+        """
+        try:
+            reporter.report(wait)
+        except NonFiniteError as error:
+            if self.run.ranks.world == 1:
+                raise
+            self._nonfinite = self._nonfinite or error
+            self.run.stop.request(error.exit_code, f"step {error.step} was not finite", logging.ERROR)
 
     def _accumulate(self, batches: Iterable[tuple[TrainingBatch, NDArray[np.int64]]], last: bool) -> bool:
         """Add the gradients of batches and their timesteps; returns False if memory ran out: then the step must be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.rank_runs import output_of, started_ranks
-from vesuvius.errors import EXIT_ERROR, DataError
+from vesuvius.errors import EXIT_ERROR, ConfigError, DataError
 from vesuvius.training.ranks import ranks as module
 from vesuvius.training.ranks.failure import RankError, RankLostError
 from vesuvius.training.ranks.ranks import Ranks, open_ranks
@@ -238,9 +239,89 @@ def test_a_rank_that_cannot_join_names_the_timeout(monkeypatch: pytest.MonkeyPat
 def test_only_the_environment_of_a_launcher_makes_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # as SLURM scripts set it
     assert launched_world_size() is None
-    for name in ("RANK", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "0")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
     assert launched_world_size() == 4
+
+
+PLACE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not an integer from 1 to"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not"),
+        ({"RANK": "5"}, "RANK=5 is not an integer from 0 to 1; WORLD_SIZE=2"),
+        ({"RANK": "-1"}, "RANK=-1 is not"),
+        ({"RANK": "1.0"}, "RANK=1.0 is not"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_WORLD_SIZE=1 is not an integer from 2 to 2"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not an integer from 1 to 65535"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set, but RANK=1, WORLD_SIZE=2"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        ({"RANK": ""}, "RANK is not set"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+    ],
+)
+def test_variables_that_name_no_rank_are_refused_with_their_names(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], said: str
+) -> None:
+    for name, value in (PLACE | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        launched_world_size()
+
+
+JOINS = """
+import logging, os, sys
+from vesuvius.errors import VesuviusError
+from vesuvius.training.ranks import ranks
+logging.basicConfig(level=logging.WARNING)
+ranks._MISSING_S = 1.0
+for pair in sys.argv[2:]:
+    rank, name, value = pair.split(":", 2)
+    if rank in ("*", os.environ["RANK"]):
+        os.environ[name] = value
+try:
+    with ranks.open_ranks("cpu", float(sys.argv[1])) as found:
+        print("joined", found.rank)
+except VesuviusError as error:
+    print(type(error).__name__, error)
+    sys.exit(error.exit_code)
+"""
+
+
+def test_a_missing_rank_is_named_while_the_others_wait_and_after_the_timeout(tmp_path: Path) -> None:
+    """The last one, rank 0; a rank with the RANK of another; a host that does not exist; a port in use."""
+    with ExitStack() as all_at_once, socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        cases = {
+            "absent": (2, ("*:WORLD_SIZE:3",)),
+            "headless": (1, ("*:WORLD_SIZE:2", "*:RANK:1")),
+            "duplicate": (3, ("2:RANK:1",)),
+            "unknown": (1, ("*:WORLD_SIZE:2", "*:MASTER_ADDR:nowhere.invalid")),
+            "busy": (1, ("*:WORLD_SIZE:2", f"*:MASTER_PORT:{taken.getsockname()[1]}")),
+        }
+        started = {}
+        for name, (world, changes) in cases.items():
+            (tmp_path / name).mkdir()
+            program = ("-c", JOINS, "6", *changes)
+            started[name] = all_at_once.enter_context(started_ranks(None, tmp_path / name, world, program=program))
+        codes = {name: [process.wait(timeout=120) for process in ranks] for name, ranks in started.items()}
+        said = {name: output_of(tmp_path / name, world) for name, (world, _) in cases.items()}
+    assert (codes["absent"], codes["headless"]) == ([EXIT_ERROR] * 2, [EXIT_ERROR])
+    assert "rank 2 of 3 has not connected to MASTER_ADDR=127.0.0.1 MASTER_PORT=" in said["absent"]
+    assert "after 1 s (rank 0 waits up to 6 s)" in said["absent"]
+    assert "RankLostError rank 0 of 3 could not join the others within 6 s: rank 2 of 3" in said["absent"]
+    assert "rank 0 of 2 has not connected to MASTER_ADDR=127.0.0.1 MASTER_PORT=" in said["headless"]
+    assert sorted(codes["duplicate"])[-1] == 2
+    assert "ConfigError RANK=1 belongs to another process" in said["duplicate"]
+    assert (codes["unknown"], codes["busy"]) == ([2], [2])
+    assert "ConfigError MASTER_ADDR=nowhere.invalid cannot be resolved" in said["unknown"]
+    assert "ConfigError rank 0 cannot listen on MASTER_PORT=" in said["busy"]
 
 
 def test_a_message_larger_than_the_store_limit_reaches_all(ranks: list[Ranks]) -> None:

@@ -25,7 +25,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.initial import check_initial_weights
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.resume import ResumePoint, restore
-from vesuvius.training.step.optimizer import make_optimizer
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.step.optimizer import GradientSync, make_optimizer
 from vesuvius.training.step.setup import build_network, execution, is_compiled, uses_channels_last
 from vesuvius.training.step.step import PendingOutcome, StepOutcome, TrainStep, learning_rate
 
@@ -50,6 +51,34 @@ def make_config(conditional: bool = False, condition_dropout: float = 0.1, **tra
             },
         }
     )
+
+
+def test_ddp_splits_no_compiled_block() -> None:
+    """torch's DDPOptimizer does, at the bounds of buckets of a MiB, which the kernels of these blocks exceed."""
+    config = make_config(train_batch_size=1)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"channels": (8, 160), "full_res_channels": 0})}
+    )
+
+    def count(ranks: Ranks) -> int:
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        computed = replace(execution(config.training), call=CompiledRegions(backend))
+        network = build_unet(config.model, 0, 1, CPU, computed)
+        step = GradientSync(network, 1, ranks)
+        step.forward(torch.zeros(1, 1, 8, 16, 16), torch.zeros(1)).sum().backward()
+        return len(graphs)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert count(Ranks(world=2)) == count(SINGLE) > 0
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def make_step(config: Config) -> TrainStep:

@@ -38,6 +38,8 @@ class CompiledRegions:
         import torch._inductor.config
 
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+        # DDP would split blocks at the bounds of its buckets, for an overlap that the order of the blocks gives anyway.
+        torch._dynamo.config.optimize_ddp = False
         # Compile backward passes together with their forward pass: a failure then leaves no partial gradients.
         torch._functorch.config.force_non_lazy_backward_lowering = True
         # Layout optimization makes inductor copy inputs and weights of 3D convolutions to contiguous order.

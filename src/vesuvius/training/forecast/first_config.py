@@ -36,7 +36,7 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.micro_batch import device_memory_bytes, fit_micro_batch
 from vesuvius.training.forecast.run_plan import plan_resident, plan_run, ram_limit
 from vesuvius.training.forecast.start_log import step_range_s
-from vesuvius.training.step.setup import AmpMode, build_meta_network, choose_device, parameter_count, resolve_amp
+from vesuvius.training.step.setup import build_meta_network, choose_device, parameter_count
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.objects import is_remote
 
@@ -95,7 +95,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     """
     store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
     volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
-    preset, micro, step_s = _choose_preset(shape_zyx(volume), device, resolve_amp("auto", device))
+    preset, micro, step_s = _choose_preset(shape_zyx(volume), device)
     if not level_given and (level := choose_level(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})
         volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
@@ -129,7 +129,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     return _text(config, summary, volume), [f"{key:10} {text}" for key, text in summary.items()]
 
 
-def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[Preset, int, float]:
+def _choose_preset(shape: Triple, device: torch.device) -> tuple[Preset, int, float]:
     """The largest preset whose step fits into memory and takes at most 2 s on a CPU, 4 s on a GPU; else the smallest.
 
     Also its micro-batch and the predicted seconds per step.
@@ -143,7 +143,7 @@ def _choose_preset(shape: Triple, device: torch.device, amp: AmpMode) -> tuple[P
             model=_model(preset, patch),
         )
         found = fit_micro_batch(config, device_memory_bytes(config, device), device.type == "cuda")
-        step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, amp)))
+        step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, config.training)))
         if found.fits and step_s <= _STEP_S[device.type]:
             break
     return preset, found.config.training.micro_batch, step_s

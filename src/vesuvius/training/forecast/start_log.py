@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from vesuvius.config import Config
+from vesuvius.config import Config, TrainingConfig
 from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
@@ -27,7 +28,7 @@ from vesuvius.training.forecast.micro_batch import resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
 from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, num_local_ranks, plan_resident, plan_run
 from vesuvius.training.ranks.share import RankShare
-from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp
+from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp, uses_channels_last
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
@@ -171,35 +172,39 @@ def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
     compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " per step"
     if plan.step and device.type == "cpu":
         return f"time       {compute}; the time per step cannot be measured without the GPU"
-    step_s = step_range_s(flops, device, amp)
+    step_s = step_range_s(flops, device, config.training)
     of_step = " to ".join(format_duration(s) for s in step_s)
     of_run = " to ".join(format_duration(s * steps) for s in step_s)
     place = "GPU" if device.type == "cuda" else "CPU"
     return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps if data loading keeps up"
 
 
-def step_range_s(flops: int, device: torch.device, amp: AmpMode) -> tuple[float, float]:
+def step_range_s(flops: int, device: torch.device, training: TrainingConfig) -> tuple[float, float]:
     """Minimum and maximum seconds per step of an idle machine; times a convolution for half a second."""
-    step_s = flops / (_SHARE_OF_CONVOLUTION * convolution_flops_s(device, amp))
+    amp, channels_last = resolve_amp(training.amp, device), uses_channels_last(training, device)
+    step_s = flops / (_SHARE_OF_CONVOLUTION * convolution_flops_s(device, amp, channels_last))
     return _TIME_RANGE[0] * step_s, _TIME_RANGE[1] * step_s
 
 
-def convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
-    """Best forward-backward rate of a 3x3x3 convolution; a multiply-add counts as 2 operations.
+def convolution_flops_s(device: torch.device, amp: AmpMode, channels_last: bool) -> float:
+    """Forward-backward rate of a 3x3x3 convolution, as a run computes it; a multiply-add counts as 2 operations.
 
-    On a CPU processor time is measured, not wall time, as other programs may be running.
+    Median of several rounds after a warm-up.  On a CPU processor time is measured, not wall time, as other programs may
+    be running; on a GPU a round has so many passes that the host's launches do not count.
     """
-    on_cpu, size = device.type == "cpu", 32
-    channels = 32 if on_cpu else 128
-    x = torch.zeros(1, channels, size, size, size, device=device, requires_grad=True)
-    weight = torch.zeros(channels, channels, 3, 3, 3, device=device, requires_grad=True)
-    clock, passes_s = time.process_time if on_cpu else time.perf_counter, list[float]()
+    on_cpu = device.type == "cpu"
+    channels, size, passes = (32, 32, 1) if on_cpu else (128, 64, 10)
+    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+    tensors = torch.randn(1, channels, size, size, size), torch.randn(channels, channels, 3, 3, 3)
+    x, weight = (each.to(device, memory_format=layout).requires_grad_() for each in tensors)
+    clock, rounds_s = time.process_time if on_cpu else time.perf_counter, list[float]()
     until = time.perf_counter() + _MEASURED_S
-    while len(passes_s) < 3 or time.perf_counter() < until:
+    while len(rounds_s) < 4 or time.perf_counter() < until:
         began = clock()
-        with autocast(device, amp):
-            y = functional.conv3d(x, weight, padding=1)
-        y.sum().backward()  # type: ignore[no-untyped-call]
+        for _ in range(passes):
+            with autocast(device, amp):
+                y = functional.conv3d(x, weight, padding=1)
+            torch.autograd.grad(y, (x, weight), y.detach())
         synchronize(device)
-        passes_s.append((clock() - began) / (torch.get_num_threads() if on_cpu else 1))
-    return 3 * 2 * 27 * channels**2 * size**3 / min(passes_s)
+        rounds_s.append((clock() - began) / (torch.get_num_threads() if on_cpu else 1))
+    return passes * 3 * 2 * 27 * channels**2 * size**3 / statistics.median(rounds_s[1:])

@@ -11,11 +11,42 @@ from numpy.typing import NDArray
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 
+_REMEDY = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun does, or unset them to train as one rank"
+
 
 def launched_world_size() -> int | None:
-    """Number of ranks started by torchrun or Ray Train; None if neither started this process."""
-    world = os.environ.get("WORLD_SIZE")
-    return int(world) if world and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
+    """Number of ranks started by torchrun or Ray Train; None if neither started this process.
+
+    Raises ConfigError: a variable is missing, no integer or out of range.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if sum(name in missing for name in names[:3]) >= 2:  # such as the WORLD_SIZE of a script for SLURM
+        return None
+    world = _integer("WORLD_SIZE", 1, 2**31) if "WORLD_SIZE" not in missing else 0
+    if missing and world != 1:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in names if name not in missing)
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, but {found}; {_REMEDY}"
+        )
+    _integer("RANK", 0, world)
+    _integer("LOCAL_RANK", 0, world)
+    _integer("LOCAL_WORLD_SIZE", int(os.environ.get("LOCAL_RANK") or 0) + 1, world + 1)
+    _integer("MASTER_PORT", 1, 2**16)
+    return world
+
+
+def _integer(name: str, least: int, below: int) -> int:
+    """Value of a variable; `least` if it is not set.  Raises ConfigError."""
+    text = os.environ.get(name) or str(least)
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < below:
+        of = f"; WORLD_SIZE={os.environ['WORLD_SIZE']}" if below < 2**16 else ""
+        raise ConfigError(f"{name}={text} is not an integer from {least} to {below - 1}{of}; {_REMEDY}")
+    return value
 
 
 @dataclass(frozen=True)
