@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import wait
 
 import pytest
 
-from vesuvius.threads import BoundedCall, on_thread
+from vesuvius.threads import BoundedCall, Pool, on_thread
 
 
 def test_functions_run_on_a_named_daemon_thread() -> None:
@@ -72,3 +73,46 @@ def test_a_bounded_call_returns_none_until_a_thread_can_be_started(monkeypatch: 
         patched.setattr(threading.Thread, "start", refuse)
         assert [call(), call()] == [None, None]
     assert call() == 1
+
+
+def test_a_pool_runs_each_call_on_at_most_its_number_of_threads() -> None:
+    pool, busy, most = Pool(3, "mine"), [], []
+
+    def call(number: int) -> int:
+        busy.append(number)
+        most.append(len(busy))
+        time.sleep(0.002)
+        busy.remove(number)
+        if number == 7:
+            raise ValueError(number)
+        return number
+
+    calls = [pool.submit(call, number) for number in range(40)]
+    assert isinstance(calls[7].exception(), ValueError)
+    assert [each.result() for each in calls if each is not calls[7]] == [n for n in range(40) if n != 7]
+    assert max(most) <= 3
+    assert len(pool.threads) == 3
+
+
+def test_a_closed_pool_cancels_what_has_not_begun_and_a_dropped_one_finishes() -> None:
+    begun, proceed = threading.Event(), threading.Event()
+
+    def wait_here() -> bool:
+        begun.set()
+        return proceed.wait(60)
+
+    pool = Pool(1, "mine")
+    running, waiting = pool.submit(wait_here), pool.submit(int)
+    begun.wait(60)
+    pool.close()
+    late = pool.submit(int)
+    proceed.set()
+    assert (running.result(60), waiting.cancelled(), late.cancelled()) == (True, True, True)
+    dropped = Pool(1, "mine")
+    last = [dropped.submit(time.sleep, 0.05), dropped.submit(int)]
+    threads = [*pool.threads, *dropped.threads]
+    del dropped
+    assert last[1].result(60) == 0
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

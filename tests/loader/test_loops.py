@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 
 from tests.conftest import textured, write_array
 from tests.loader.test_patch_loader import SHAPE, indices, load
@@ -203,3 +204,13 @@ def test_a_changed_reader_setting_outlasts_a_close(volume: Path) -> None:
         next(iter(loader))
         assert loader.stream.options.prefetch_factor == 5
         assert type(loader.stream.options.prefetch_factor) is int
+
+
+def test_a_loader_warns_of_chunks_that_are_decoded_many_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the trainer does: each patch of a volume stored as slices decodes eight whole slices."""
+    slices = zarr.create_array(tmp_path / "slices.zarr", shape=(64, 2048, 2304), chunks=(1, 2048, 2304), dtype="u1")
+    slices[0] = 1
+    with load(tmp_path / "slices.zarr", normalize=False) as loader:
+        assert not caplog.records, "it depends on the number of ranks"
+        iter(loader)
+    assert "the read amplification of" in caplog.text
