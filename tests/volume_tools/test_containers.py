@@ -208,13 +208,16 @@ def test_raw_files_of_a_dataset_are_complete_or_refused(tmp_path: Path, there: i
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (1, 20, 30)}])
-def test_a_dataset_that_was_never_written_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_dataset_that_was_never_written_is_refused(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file.create_dataset("d", (9, 20, 30), "u2", **options)
         file.create_dataset("part", (9, 20, 30), "u2", chunks=(1, 20, 30))[4] = 1
     with pytest.raises(DataError, match="nothing was ever written to it"):
         open_source(f"{tmp_path}/v.h5:/d")
     assert opened(f"{tmp_path}/v.h5:/part").any(axis=(1, 2)).tolist() == [z == 4 for z in range(9)]
+    assert "v.h5:/part: 8 of 9 blocks were never written, and are read as 0" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["w", "swmr"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import one_line
 from vesuvius.volume_tools.sources.files import Stored, axis_letters, geometry, refuse
+
+log = logging.getLogger(__name__)
 
 _UNIT_BYTES = 2**24  # decoded at once if chunks are smaller
 _LISTED = 8
@@ -144,6 +147,12 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
             yield raw
     elif not data.id.get_storage_size():
         raise refuse(where, "nothing was ever written to it: no block is stored", "finish or repeat the recording")
+    elif data.chunks:
+        there = data.id.get_num_chunks()
+        if there < (due := math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))):
+            log.warning(
+                "%s: %d of %d blocks were never written, and are read as %s", where, due - there, due, data.fillvalue
+            )
 
 
 def _files_of_part(data: Any, file: Path, part: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
@@ -219,14 +228,12 @@ def _attribute(node: Any, key: str) -> Any:
 def open_n5(folder: Path, inside: str) -> Stored:
     """Open a dataset, which needs a name unless it is the only one; stored (X, Y, Z) unless it names its axes."""
     path = folder / inside.strip("/")
-    if not path.is_dir():
-        raise refuse(folder, f"it has no dataset {inside}", f"choose one: {_listed(folder, folder)}")
-    if "dimensions" not in _attributes(path):
-        found = list(islice(_n5_datasets(path), 2))
-        if len(found) != 1:
-            problem = f"{path} is {'a group of several datasets' if found else 'no dataset and has none'}"
-            raise refuse(folder, problem, f"choose one: {_listed(folder, path if found else folder)}")
-        (path,) = found
+    found = list(islice(_n5_datasets(path if path.is_dir() else folder), _LISTED))
+    if len(found) != 1 or not path.is_dir():
+        problem = f"{path} is a group of several datasets" if path.is_dir() and found else f"it has no dataset {inside}"
+        listed = ", ".join(f"{folder}:/{each.relative_to(folder)}" for each in found) or "-"
+        raise refuse(folder, problem, f"choose one: {listed}")
+    (path,) = found
     parents = takewhile(lambda each: each != folder.parent, (path, *path.parents))
     attributes = [_attributes(each) for each in parents]
     data = _tensorstore(path.resolve(), attributes[0])
@@ -254,17 +261,12 @@ def _attributes(folder: Path) -> dict[str, Any]:
 
 
 def _n5_datasets(folder: Path) -> Iterator[Path]:
+    """A folder that is a dataset, else all below it."""
     if "dimensions" in _attributes(folder):
         yield folder
-        return
-    for each in sorted(folder.iterdir()):
-        if each.is_dir() and not each.is_symlink():
-            yield from _n5_datasets(each)
-
-
-def _listed(root: Path, folder: Path) -> str:
-    found = islice(_n5_datasets(folder), _LISTED)
-    return ", ".join(f"{root}:/{each.relative_to(root)}" for each in found) or "-"
+    else:
+        inner = (each for each in sorted(folder.iterdir()) if each.is_dir() and not each.is_symlink())
+        yield from (found for each in inner for found in _n5_datasets(each))
 
 
 def _tensorstore(path: Path, about: dict[str, Any]) -> Any:
@@ -292,32 +294,28 @@ def _n5_voxel_size(attributes: Sequence[dict[str, Any]], level: str, names: str)
 
     `pixelResolution` or `resolution` is that of the finest level where factors of this level are given.
     """
-    depth, about = next(
-        ((depth, each) for depth, each in enumerate(attributes) if {"pixelResolution", "resolution"} & each.keys()),
-        (0, {}),
-    )
-    pixel = about.get("pixelResolution", about.get("resolution", []))
+    keys = ("pixelResolution", "resolution")
+    known = ((depth, each, each[key]) for depth, each in enumerate(attributes) for key in keys if each.get(key))
+    depth, about, pixel = next(known, (0, {}, []))
     if isinstance(pixel, dict):
         about, pixel = pixel, pixel.get("dimensions")
     factors = attributes[0].get("downsamplingFactors")
-    if factors is None and depth and level[:1] == "s" and level[1:].isdecimal():
-        of_levels = attributes[1].get("scales", attributes[1].get("downsamplingFactors"))
-        with suppress(IndexError, TypeError):
-            factors = of_levels[int(level[1:])]  # type: ignore[index]
-    if not isinstance(pixel, list) or not pixel:
-        return [pixel] if pixel else [], [None] * 3
+    if factors is None and depth:
+        with suppress(IndexError, TypeError, ValueError):
+            of_levels: Any = attributes[1].get("scales", attributes[1].get("downsamplingFactors"))
+            factors = of_levels[int(level.removeprefix("s"))]
 
-    def along(values: Any, default: Any) -> list[Any]:
+    def along(values: Any, default: Any = None) -> list[Any]:
         """Of values along the axes, or along x, y and z alone, fastest first, those of z, y and x."""
         values = values if isinstance(values, list) else [default if values is None else values] * 3
         letters = [letter for letter in names[::-1] if len(values) == len(names) or letter in "XYZ"]
         by_letter = dict(zip(letters, values, strict=False))
         return [by_letter.get(letter) for letter in "ZYX"]
 
-    sizes, by = along(pixel, None), along(factors, 1)
+    sizes: list[Any] = along(pixel) if isinstance(pixel, list) and pixel else [pixel] if pixel else []
     with suppress(TypeError):
-        sizes = [size * factor for size, factor in zip(sizes, by, strict=True)]
-    return sizes, along(about.get("unit", about.get("units")), None)
+        sizes = [size * factor for size, factor in zip(sizes, along(factors, 1), strict=False)]
+    return sizes, along(about.get("unit", about.get("units")))
 
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
