@@ -1,14 +1,18 @@
 """The config's models: frozen, strict, described, and the rules that keys must keep among each other."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError
 
 from tests.support.config_text import MINIMAL, problems, read, sections
-from vesuvius.config import ArrayConfig
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, VolumeConfig
 from vesuvius.config.describe import iter_keys
+from vesuvius.errors import ConfigError
 
 
 @pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda section: section.__name__)
@@ -100,6 +104,46 @@ def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
     assert one_slice.endswith(
         "nearest valid sizes are [6, 136, 136]; or set model.stem_stride and model.strides to 1 along z"
     )
+
+
+def test_python_users_types_are_taken_and_nothing_else_is_converted() -> None:
+    class Mounted(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            return "/mnt/v.zarr"
+
+    mask = {"path": Path("m.zarr"), "select": [np.int64(1)]}
+    found = DataConfig(
+        volumes=[VolumeConfig(path=Mounted(), weight=np.float32(2), level=np.uint8(1), mask=mask, min_foreground=1)],  # type: ignore[arg-type]
+        patch_size=np.array([8, 16, 16]),  # type: ignore[arg-type]
+        region_size=torch.Size([64, 64, 64]),
+        min_foreground=np.float64(0.5),
+        nan=np.float32(0.5),
+        condition_values=None,
+        augment=AugmentConfig(flip=np.bool_(True)),  # type: ignore[arg-type]
+    )
+    plain = DataConfig(
+        volumes=(
+            VolumeConfig(
+                path="/mnt/v.zarr",
+                weight=2.0,
+                level=1,
+                mask=ArrayConfig(path="m.zarr", select=(1,)),
+                min_foreground=1.0,
+            ),
+        ),
+        patch_size=(8, 16, 16),
+        region_size=(64, 64, 64),
+        min_foreground=0.5,
+        nan=0.5,
+        augment=AugmentConfig(flip=True),
+    )
+    assert found == plain
+    assert found.model_dump_json() == plain.model_dump_json()
+    wrong: list[dict[str, Any]] = [{"path": 3}, {"path": b"v"}, {"path": None}]
+    wrong += [{"path": "v", "level": level} for level in (True, np.True_, 1.0, np.float32(1), "1", np.array([1]))]
+    for fields in wrong:
+        with pytest.raises(ConfigError):
+            VolumeConfig(**fields)
 
 
 def test_a_home_directory_in_any_key_and_a_file_address_are_folders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import vesuvius
@@ -82,7 +86,7 @@ def test_image_and_label_are_the_voxels_of_their_sample(tmp_path: Path, dtype: s
             assert batch.image.dtype == torch.float32
             assert batch.label is not None
             assert batch.label.shape == (4, 1, *PATCH)
-            assert batch.label.dtype == torch.uint16
+            assert batch.label.dtype == torch.int64
             for image, label, sample in zip(batch.image, batch.label, batch.samples, strict=True):
                 expected = (cut(voxels, sample).astype(np.float64) - 20) / 100 - 1
                 np.testing.assert_allclose(image[0].numpy(), expected, atol=1e-5)
@@ -105,6 +109,117 @@ def test_normalisation_uses_each_volumes_range_or_can_be_disabled(tmp_path: Path
         assert high.low - low.low == pytest.approx(190, abs=2)
         image = torch.cat([batch.image for batch in islice(loader, 20)])
         assert -1.5 < image.mean() < 1.5
+
+
+@pytest.mark.parametrize("dtypes", [("uint8", "uint16"), ("int8", "uint8", "float32"), ("bool", "int16")])
+@pytest.mark.parametrize("resident", [False, True])
+def test_volumes_of_any_dtypes_mix_and_each_has_its_own_values(
+    tmp_path: Path, dtypes: tuple[str, ...], resident: bool
+) -> None:
+    scans = [
+        textured(SHAPE, seed).astype(dtype) * np.dtype(dtype).type(np.dtype(dtype).itemsize)
+        for seed, dtype in enumerate(dtypes)
+    ]
+    paths = [write_array(tmp_path / f"{number}.zarr", scan) for number, scan in enumerate(scans)]
+    marked = [write_array(tmp_path / f"{number}.labels.zarr", np.abs(scan // 2)) for number, scan in enumerate(scans)]
+    if "bool" in dtypes or "float32" in dtypes:
+        marked = []
+    with load(*paths, labels=marked or None, length=12, resident=resident) as mixed:
+        batches = list(mixed)
+    assert {sample.volume for batch in batches for sample in batch.samples} == {*range(len(dtypes))}
+    for batch in batches:
+        for number, sample in enumerate(batch.samples):
+            each, voxels = mixed.intensity_ranges[sample.volume], cut(scans[sample.volume], sample).astype(np.float64)
+            wanted = (voxels - each.low) / (each.high / 2 - each.low / 2) - 1
+            np.testing.assert_allclose(batch.image[number, 0].numpy(), wanted, atol=1e-5)
+            if batch.label is not None:
+                np.testing.assert_array_equal(batch.label[number, 0].numpy(), cut(scans[sample.volume], sample) // 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        ("bool", None, torch.int64),
+        ("uint16", None, torch.int64),
+        ("int8", None, torch.int64),
+        ("uint64", None, torch.int64),
+        ("float32", None, torch.float32),
+        ("uint16", torch.uint16, torch.uint16),
+        ("int32", "uint8", torch.uint8),
+        ("uint8", np.float32, torch.float32),
+        ("float64", torch.int32, torch.int32),
+        ("uint8", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_labels_have_a_dtype_that_losses_take_and_their_own_values(
+    tmp_path: Path, volume: Path, stored: str, given: Any, expected: torch.dtype
+) -> None:
+    labels = (textured(SHAPE) % 3).astype(stored)
+    if stored == "int8":
+        labels[labels == 2] = -100  # what torch's losses ignore
+    with load(volume, labels=write_array(tmp_path / "l.zarr", labels), label_dtype=given) as loader:
+        batch = next(iter(loader))
+    assert batch.label is not None
+    assert batch.label.dtype == expected
+    for label, sample in zip(batch.label, batch.samples, strict=True):
+        np.testing.assert_array_equal(label[0].double().numpy(), cut(labels, sample).astype(np.float64))
+    if expected == torch.int64:
+        torch.nn.functional.cross_entropy(torch.zeros(4, 3, *PATCH), batch.label[:, 0])
+
+
+def test_labels_that_a_dtype_cannot_hold_or_that_do_not_match_are_refused(tmp_path: Path, volume: Path) -> None:
+    arrays = {
+        "huge": np.full(SHAPE, 2**64 - 1, np.uint64),
+        "half": np.full(SHAPE, 0.5, np.float32),
+        "many": np.full(SHAPE, 300, np.int32),
+        "signed": np.full(SHAPE, -1, np.int64),
+    }
+    paths = {name: write_array(tmp_path / f"{name}.zarr", array) for name, array in arrays.items()}
+    for name, dtype in (("huge", None), ("half", "int64"), ("many", "uint8")):
+        with (
+            pytest.raises(vesuvius.DataError, match="do not fit label_dtype"),
+            load(volume, labels=paths[name], label_dtype=dtype) as loader,
+        ):
+            next(iter(loader))
+    for pair in (("huge", "signed"), ("half", "many")):
+        with pytest.raises(vesuvius.DataError, match=r"No integer dtype holds all labels.*convert them to one dtype"):
+            load(volume, volume, labels=[paths[name] for name in pair])
+
+
+@pytest.mark.parametrize(
+    ("scale", "units", "turns"),
+    [
+        ((4, 2, 2), ("micrometer",) * 3, True),
+        ((2, 2, 2.0000001), (None,) * 3, True),
+        ((2, 4, 2), ("micrometer",) * 3, False),
+        ((1, 4, 2), (None,) * 3, False),
+        ((2, 2, 2000), ("um", "um", "angstrom"), False),
+        ((2, 1, 1000), ("um", "um", "nm"), True),
+        ((1, 2, 3), ("um", "um", None), True),  # unknown
+    ],
+)
+def test_patches_turn_only_between_axes_of_equal_voxel_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, scale: Any, units: Any, turns: bool
+) -> None:
+    group = zarr.create_group(tmp_path / "v.zarr", zarr_format=2)
+    axes = [
+        {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
+        for name, unit in zip("zyx", units, strict=True)
+    ]
+    transforms = [{"type": "scale", "scale": list(scale)}]
+    datasets = [{"path": "0", "coordinateTransformations": transforms}]
+    group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": datasets}]
+    write_array(tmp_path / "v.zarr/0", textured(SHAPE))
+    with caplog.at_level(logging.INFO, "vesuvius"), load(tmp_path / "v.zarr") as loader:
+        found = {sample.augmentation.num_rot90 for batch in islice(loader, 20) for sample in batch.samples}
+    assert found == ({0, 1, 2, 3} if turns else {0})
+    assert ("not square in y and x" in caplog.text) != turns
+    asked = DataConfig(
+        volumes=[VolumeConfig(path=tmp_path / "v.zarr")], patch_size=PATCH, augment=AugmentConfig(rot90=True)
+    )
+    prepared = prepare_data(0, asked)
+    assert prepared.job.data.augment.rot90 == prepared.plan.augment.rot90 == turns
+    assert any(record.levelname == "WARNING" for record in caplog.records) != turns
 
 
 def test_patches_that_are_not_square_are_mirrored_but_not_rotated(volume: Path) -> None:
@@ -399,6 +514,8 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"normalize": "minmax"}, "normalize 'minmax' is not valid"),
         ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
         ({"labels": np.zeros(3)}, "labels has an entry of type ndarray"),
+        ({"labels": [None]}, "volumes with and without labels need separate loaders"),
+        ({"label_dtype": "int64"}, "label_dtype=int64 has no effect without labels"),
         ({"device": "gpu"}, "torch does not recognize device 'gpu'"),
         ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, r"device 'cuda:\d+' does not exist"),
@@ -459,28 +576,64 @@ def test_type_checkers_know_the_defaults_of_configs() -> None:
     assert not [ast.unparse(field) for field in fields if field.args]
 
 
-def test_an_open_volume_is_indexed_like_an_array(volume: Path) -> None:
+_bounds = st.none() | st.integers(-150, 150) | st.integers(-150, 150).map(np.int64)
+_indices = (
+    st.integers(-150, 150)
+    | st.builds(np.int16, st.integers(-128, 127))
+    | st.builds(slice, _bounds, _bounds, st.none() | st.integers(-40, 40))
+    | st.just(...)
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(index=_indices | st.lists(_indices, max_size=5).map(tuple))
+def test_an_open_volume_is_indexed_by_numpys_rules(indexed: vesuvius.Volume, index: Any) -> None:
+    voxels = textured(SHAPE)
+    try:
+        expected = voxels[index]
+    except (IndexError, ValueError) as error:
+        with pytest.raises(type(error)):
+            indexed[index]
+        return
+    found = indexed[index]
+    assert (type(found), found.shape, found.dtype) == (type(expected), expected.shape, expected.dtype)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Iterable[vesuvius.Volume]:
+    with vesuvius.open_volume(write_array(tmp_path_factory.mktemp("v") / "scan.zarr", textured(SHAPE))) as opened:
+        yield opened
+
+
+def test_an_open_volume_behaves_like_an_array(volume: Path) -> None:
     voxels, opened = textured(SHAPE), vesuvius.open_volume(volume)
-    wholes: list[Any] = [
-        (slice(10, 70), slice(None, 40), slice(-30, None)),
-        (5, slice(3, 9)),
-        -1,
-        (slice(4, 4), 2),
-        (7, 8, np.int64(9)),
-        (slice(90, 500), 1),
-    ]
-    for index in wholes:
-        found = opened[index]
-        assert found.dtype == voxels.dtype
-        np.testing.assert_array_equal(found, voxels[index])
-    for index, error in (
-        ((96,), IndexError),
-        ((0, 0, 0, 0), IndexError),
-        (slice(0, 9, 2), TypeError),
-        ("z", TypeError),
+    for wrong in (None, True, np.True_, [0, 1], np.array([0, 1]), voxels > 3, 1.5, "z", (0, None), slice("a", None)):
+        with pytest.raises(TypeError):
+            opened[wrong]
+    assert (opened.shape, opened.ndim, opened.size, len(opened)) == (SHAPE, 3, voxels.size, SHAPE[0])
+    assert all(np.array_equal(one, other) for one, other in zip(opened, voxels, strict=True))
+    np.testing.assert_array_equal(np.asarray(opened), voxels)
+    assert np.asarray(opened, dtype=np.float32).dtype == np.float32
+    assert np.mean(opened) == np.mean(voxels)
+    with pytest.raises(ValueError, match="copy"):
+        np.asarray(opened, copy=False)
+    assert repr(opened) == f"<Volume {volume}: {SHAPE} uint8>"
+    for box in (
+        ((0, 0, 0), (97, 1, 1)),
+        ((-1, 0, 0), (1, 1, 1)),
+        ((5, 0, 0), (4, 1, 1)),
+        ((96, 0, 0), (128, 128, 128)),
     ):
-        with pytest.raises(error):
-            opened[index]
-    opened.close()
+        with pytest.raises(IndexError, match="is not inside"):
+            opened.read(box)
+    assert opened.read(((96, 0, 0), (96, 1, 1))).shape == (0, 1, 1)
+    inside = ((10, 20, 30), (40, 50, 60))
+    for out in (np.empty((30, 30, 31), np.uint8), np.empty((30, 30, 30), np.int8), np.empty((1, 30, 30), np.uint8)):
+        with pytest.raises(ValueError, match="cannot hold"):
+            opened.read(inside, out)
+    np.testing.assert_array_equal(opened.read(inside, np.empty((30, 30, 30), np.float32)), voxels[slices(inside)])
+    with opened:
+        pass
     with pytest.raises(vesuvius.VesuviusError, match=r"scan.zarr was closed; open it again"):
         opened[0]

@@ -345,15 +345,6 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
         check_store(job, StreamOptions(4, workers=1), ranks=10**6)
 
 
-def test_volumes_with_different_dtypes_are_refused(tmp_path: Path) -> None:
-    paths = [
-        write_array(tmp_path / f"{dtype}.zarr", textured((96, 128, 128), dtype=dtype)) for dtype in ("uint8", "uint16")
-    ]
-    volumes = tuple(VolumeConfig(path=str(path)) for path in paths)
-    with pytest.raises(DataError, match=r"different dtypes: uint8 in .*, uint16 in"):
-        prepare_data(0, DataConfig(volumes=volumes, patch_size=(8, 16, 16)))
-
-
 @pytest.fixture(autouse=True)
 def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that did not ask for Ray must not have started one."""

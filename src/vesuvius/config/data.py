@@ -239,4 +239,7 @@ class DataConfig(Section):
                 "data.volumes[].condition or remove data.condition_classes"
             )
         if any(paired) and not all(paired):
-            yield "only some volumes have a condition; give every one a data.volumes[].condition, or none"
+            yield (
+                "only some volumes have a condition; give every one a data.volumes[].condition or none, or use those "
+                "with and those without it separately"
+            )

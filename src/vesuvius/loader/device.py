@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.errors import DataError
 from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation, Sample
@@ -31,7 +33,7 @@ class PatchBatch:
 
     # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the intensity range, or as stored with `normalize=False`
     image: Tensor
-    # (B, 1, Z, Y, X) in the stored dtype, cropped and augmented like the image; None without labels
+    # (B, 1, Z, Y, X), cropped and augmented like the image; None without labels
     label: Tensor | None
     samples: tuple[Sample, ...]  # index, volume, box and augmentation of each patch
 
@@ -42,11 +44,24 @@ class PatchBatch:
 
 
 class DeviceFeed:
-    """Delivers a stream's batches on `device`, normalised by `ranges` (one per volume), or as stored without any."""
+    """Delivers a stream's batches on `device`, normalised by `ranges` (one per volume), or as stored without any.
+
+    `label_dtype` is the dtype of labels there; None = as stored.
+    """
 
     def __init__(
-        self, device: torch.device, options: StreamOptions, job: ReaderJob, ranges: Sequence[IntensityRange]
+        self,
+        device: torch.device,
+        options: StreamOptions,
+        job: ReaderJob,
+        ranges: Sequence[IntensityRange],
+        label_dtype: torch.dtype | None = None,
     ) -> None:
+        self._label_dtype = label_dtype
+        self._checked: np.dtype[Any] | None = None  # integers that cannot hold all values of the stored dtype
+        if label_dtype is not None and not label_dtype.is_floating_point:
+            cast = torch.empty(0, dtype=label_dtype).numpy().dtype
+            self._checked = None if np.can_cast(np.dtype(job.condition_dtype), cast) else cast
         self.device, self.job, self.options = device, job, options
         self._stream: PatchStream | None = None
         self._scales = intensity_scales(ranges)
@@ -80,6 +95,8 @@ class DeviceFeed:
         """Return the next batch on the device, and as it was read."""
         with clock.waiting():
             batch = next(self.stream)
+            if self._checked is not None and batch.condition is not None:
+                _check_cast(batch.condition, self._checked)
         raw = self.copy(_tensors(batch), clock)
         with clock.computing("forward"):
             return self._augmented(batch, *raw), batch
@@ -108,7 +125,15 @@ class DeviceFeed:
         if len(self._scales):
             image = normalised(image, self._scales[[sample.volume for sample in batch.samples]])
         label = None if raw_label is None else apply_symmetries(raw_label, augmentations).unsqueeze(1)
+        if label is not None and self._label_dtype is not None:
+            label = label.to(self._label_dtype)
         return PatchBatch(image, label, batch.samples)
+
+
+def _check_cast(labels: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Raise DataError if labels would change in another dtype."""
+    if (labels.astype(dtype) != labels).any():
+        raise DataError(f"Labels from {labels.min()} to {labels.max()} do not fit label_dtype {dtype}; choose another")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -34,7 +35,7 @@ from vesuvius.volumes.errors import ClosedError
 log = logging.getLogger(__name__)
 
 Spec = TypeVar("Spec", bound=ArrayConfig)
-PathLike = str | Path
+PathLike = str | os.PathLike[str]
 Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConfig
 Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
 
@@ -65,12 +66,14 @@ class PatchLoader(Iterable[PatchBatch]):
         seed: random seed; by default 0, or that of the YAML file.
         labels: a volume for each of `volumes`, cropped at the same position: labels, or a second scan.  Its OME scale
             and translation align it with the volume.
+        label_dtype: dtype of labels on the device; None = int64 for integers and bool, as stored for floats.
         mask: a volume for each of `volumes` whose nonzero voxels are foreground.
         min_foreground: minimum share of foreground in each patch: of the mask or, without one, of the stored chunks.
             None = 0.5 with a mask, else 0: patches from everywhere.
         normalize: True = map the 0.5th and 99.5th percentile of each volume linearly to -1 and +1, without clipping;
             (low, high) = map these instead; False = intensities as stored.
-        augment: mirror and rotate patches at random, labels with them; rotation needs y = x.
+        augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in
+            patch and voxel size.
         validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
         rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed at the first loop.
@@ -100,6 +103,7 @@ class PatchLoader(Iterable[PatchBatch]):
         workers: int = 2,
         seed: int | None = None,
         labels: Arrays | None = None,
+        label_dtype: torch.dtype | str | None = None,
         mask: Arrays | None = None,
         min_foreground: float | None = None,
         normalize: bool | tuple[float, float] | None = None,
@@ -137,6 +141,7 @@ class PatchLoader(Iterable[PatchBatch]):
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
         if normalize is not False:
             self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
+        self._label_dtype = _label_dtype(label_dtype, self._job.condition_dtype)
         self._state: dict[str, Any] = {
             "seed": seed,
             "sample_index": 0,
@@ -315,7 +320,8 @@ class PatchLoader(Iterable[PatchBatch]):
             self._stop()
             job = replace(self._job, rank=found[0], world=found[1])
             check_state(self._state, job)
-            self._job, self._feed = job, DeviceFeed(_device(self._device), self._options, job, self.intensity_ranges)
+            target, ranges = _device(self._device), self.intensity_ranges
+            self._job, self._feed = job, DeviceFeed(target, self._options, job, ranges, self._label_dtype)
             for line in amplified_reads(job.plan, found[1]):
                 log.warning("%s", line)
         if self._is_new:
@@ -371,7 +377,7 @@ class PatchDataset(IterableDataset[PatchBatch]):
 
 def _data(volumes: Volumes, sampling: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
     """Make the data config and the seed from the arguments of a loader."""
-    if isinstance(volumes, (str, Path)) and Path(volumes).suffix in (".yaml", ".yml"):
+    if isinstance(volumes, (str, os.PathLike)) and Path(volumes).suffix in (".yaml", ".yml"):
         config = read_config(Path(volumes))
         volumes, seed = config.data, config.seed if seed is None else seed
     seed = 0 if seed is None else to_integer("seed", seed, 0)
@@ -392,8 +398,8 @@ def _data(volumes: Volumes, sampling: dict[str, Any], seed: int | None) -> tuple
         sizes = _numbers("patch_size", sampling["patch_size"], 3, "voxels (z, y, x)")
         keys["patch_size"] = tuple(to_integer("patch_size", size, 1) for size in sizes)
     square = "patch_size" not in sampling or len({*keys["patch_size"][1:]}) == 1
-    augments = sampling.get("augment", True)
-    keys["augment"] = AugmentConfig(flip=augments, rot90=augments and square)
+    flips = sampling.get("augment", True)  # rot90 is left to the default if it is possible
+    keys["augment"] = AugmentConfig(flip=flips) if flips and square else AugmentConfig(flip=flips, rot90=False)
     keys["min_foreground"] = sampling.get("min_foreground", _MASKED_FOREGROUND if "mask" in sampling else 0.0)
     if sampling.get("normalize", True) is not True:
         low, high = _numbers("normalize", sampling["normalize"], 2, "True, False or (low, high)")
@@ -406,9 +412,11 @@ def _several(name: str, given: Any, kind: type[Spec]) -> list[Spec]:
     """Convert one or several paths or configs to configs.  Raises ConfigError for anything else."""
     configs = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
-        if not isinstance(each, (str, Path, kind)):
-            raise ConfigError(f"{name} has an entry of type {type(each).__name__}; pass paths or {kind.__name__}s")
-        configs.append(each if isinstance(each, kind) else kind(path=str(each)))
+        spec = kind(path=os.fspath(each)) if isinstance(each, (str, os.PathLike)) else each
+        if not isinstance(spec, kind):
+            remedy = f"pass paths or {kind.__name__}s; volumes with and without {name} need separate loaders"
+            raise ConfigError(f"{name} has an entry of type {type(each).__name__}; {remedy}")
+        configs.append(spec)
     return configs
 
 
@@ -418,6 +426,18 @@ def _numbers(name: str, value: Any, count: int, what: str) -> list[Any]:
     if len(numbers) != count or not all(isinstance(each, Real) for each in numbers):
         raise ConfigError(f"{name} {value!r} is not valid; set it to {what}")
     return numbers
+
+
+def _label_dtype(given: Any, stored: str | None) -> torch.dtype | None:
+    """Return the dtype of labels on the device; None = as stored.  Raises ConfigError for one that torch lacks."""
+    if given is None:
+        return torch.int64 if stored and np.dtype(stored).kind in "bui" else None
+    if stored is None:
+        raise ConfigError(f"label_dtype={given} has no effect without labels; add labels, or remove it")
+    try:
+        return given if isinstance(given, torch.dtype) else torch.from_numpy(np.empty(0, given)).dtype
+    except TypeError as error:
+        raise ConfigError(f"label_dtype {given!r} is not a dtype: {one_line(error)}; use torch.int64") from error
 
 
 def _given_rank(rank: int | None, world: int | None) -> tuple[int, int] | None:

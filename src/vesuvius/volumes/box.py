@@ -95,24 +95,28 @@ def format_box(box: Box) -> str:
     return ", ".join(f"{axis} {lo}:{hi}" for axis, lo, hi in zip("zyx", *box, strict=True))
 
 
-def indexed_box(index: Any, shape_zyx: Triple) -> tuple[Box, tuple[int | slice, ...]]:
-    """Split an index into a box, which may be empty, and the index to apply to its voxels.
+def indexed_box(index: Any, shape_zyx: Triple) -> tuple[Box, tuple[Any, ...]]:
+    """Split an index, by numpy's rules, into the box that it spans, which may be empty, and one for the box's voxels.
 
-    Raises IndexError, and TypeError for anything but integers and slices with step 1.
+    Raises IndexError, TypeError for anything but integers, slices and one `...`, and ValueError for a step of 0.
     """
     given = index if isinstance(index, tuple) else (index,)
-    if len(given) > 3:
-        raise IndexError(f"{len(given)} indices for the three axes z, y, x of a volume")
-    spans, left = list[range](), list[int | slice]()
-    for each, size in zip((*given, *(slice(None),) * (3 - len(given))), shape_zyx, strict=True):
+    dots = [place for place, each in enumerate(given) if each is ...]
+    if len(dots) > 1 or len(given) - len(dots) > 3:
+        raise IndexError(f"{index} has too many indices for the three axes z, y, x of a volume; give at most three")
+    place, rest = (dots or [len(given)])[0], (slice(None),) * (3 - len(given) + len(dots))
+    spans, left = list[range](), list[Any]()
+    for each, size in zip((*given[:place], *rest, *given[place + len(dots) :]), shape_zyx, strict=True):
         try:
+            if isinstance(each, bool):  # a mask in numpy, but an integer in Python
+                raise TypeError
             chosen: int | range = range(size)[each]
         except IndexError:
             raise IndexError(f"index {each} is out of bounds for an axis of {size} voxels") from None
         except TypeError:
-            raise TypeError(f"{each!r} is neither an integer nor a slice of integers") from None
-        spans.append(range(chosen, chosen + 1) if isinstance(chosen, int) else chosen)
-        left.append(0 if isinstance(chosen, int) else slice(None))
-        if spans[-1].step != 1:
-            raise TypeError(f"{each} has a step other than 1, but volumes are read in boxes")
-    return box_along((span.start, max(span.start, span.stop)) for span in spans), tuple(left)
+            raise TypeError(f"{each!r} is neither an integer nor a slice of integers; index what was read") from None
+        span = range(chosen, chosen + 1) if isinstance(chosen, int) else chosen
+        spans.append(range(min(span[0], span[-1]), max(span[0], span[-1]) + 1) if span else range(0))
+        left.append(0 if isinstance(chosen, int) else slice(None, None, span.step))
+    # a final `...` makes three integers give an array, as in numpy
+    return box_along((span.start, span.stop) for span in spans), (*left, *given[place : place + len(dots)])

@@ -30,17 +30,27 @@ _MOST_CHANNELS = 4  # RGBA
 AXIS_WORDS = {"depth": "z", "height": "y", "width": "x"}
 FloatTriple = tuple[float, float, float]
 
+_SI = (
+    ("yotta", "Y", 24), ("zetta", "Z", 21), ("exa", "E", 18), ("peta", "P", 15), ("tera", "T", 12), ("giga", "G", 9),
+    ("mega", "M", 6), ("kilo", "k", 3), ("hecto", "h", 2), ("deca", "da", 1), ("", "", 0), ("deci", "d", -1),
+    ("centi", "c", -2), ("milli", "m", -3), ("micro", "u", -6), ("nano", "n", -9), ("pico", "p", -12),
+    ("femto", "f", -15), ("atto", "a", -18), ("zepto", "z", -21), ("yocto", "y", -24),
+)  # fmt: skip
+_OTHERS = {"angstrom": 1e-4, "inch": 25.4e3, "foot": 304.8e3, "yard": 914.4e3, "mile": 1609.344e6, "parsec": 3.0857e22}
 MICROMETERS = {
-    "angstrom": 1e-4, "nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6,
-    "nm": 1e-3, "um": 1.0, "\u00b5m": 1.0, "\u03bcm": 1.0, "\\u00B5m": 1.0, "micron": 1.0, "microns": 1.0, "mm": 1e3,
-    "cm": 1e4, "m": 1e6,
+    **{f"{name}meter": float(f"1e{power + 6}") for name, _, power in _SI},
+    **_OTHERS,
+    **{f"{symbol}m": float(f"1e{power + 6}") for _, symbol, power in _SI},
+    **dict(zip(("\u00c5", "in", "ft", "yd", "mi", "pc"), _OTHERS.values(), strict=True)),
+    "\u00b5m": 1.0, "\u03bcm": 1.0, "\\u00B5m": 1.0, "micron": 1.0, "microns": 1.0, "\u212b": 1e-4,
 }  # fmt: skip
-"""Units of length in micrometers: the names in OME-Zarr, and the abbreviations of some writers."""
+"""Units of length in micrometers: the names in OME-Zarr, and the abbreviations of OME-XML and some writers."""
 
 
-def unit_name(unit: str | None) -> str | None:
-    """The OME-Zarr name of a unit of length; None for anything else."""
-    length = MICROMETERS.get(unit or "")
+def unit_name(unit: object) -> str | None:
+    """The OME-Zarr name of a unit of length, also from a plural or British spelling; None for anything else."""
+    word = unit.strip() if isinstance(unit, str) else ""
+    length = MICROMETERS.get(word) or MICROMETERS.get(word.lower().replace("metre", "meter").removesuffix("s"))
     return next((name for name, micrometers in MICROMETERS.items() if micrometers == length), None)
 
 
@@ -59,6 +69,15 @@ class Geometry:
         micrometers = [MICROMETERS.get(unit or "") for unit in self.units_zyx]
         z, y, x = (None if um is None else size * um for size, um in zip(self.scale_zyx, micrometers, strict=True))
         return None if z is None or y is None or x is None else (z, y, x)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether voxels are as long along y as along x (within 0.1 %), or it is unknown."""
+        (_, y, x), (_, unit_y, unit_x) = self.scale_zyx, self.units_zyx
+        one, two = (MICROMETERS.get(unit or "") for unit in (unit_y, unit_x))
+        if one is None or two is None:
+            return unit_y != unit_x or math.isclose(y, x, rel_tol=1e-3)
+        return math.isclose(y * one, x * two, rel_tol=1e-3)
 
     def resized(self, scale_zyx: FloatTriple, units_zyx: tuple[str | None, str | None, str | None]) -> Geometry:
         """The same grid with another voxel size: the translation stays the same number of voxels."""
@@ -151,7 +170,8 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
         if described and len(described) != ndim:
             raise ValueError(f"{len(described)} axes for an array of {ndim}")
         names = tuple(str(axis["name"]) for axis in described) or None
-        units = tuple(axis.get("unit") for axis in described) or (None,) * ndim
+        given = [axis.get("unit") for axis in described] or [None] * ndim
+        units = tuple(unit_name(unit) or (unit if isinstance(unit, str) else None) for unit in given)
         return Space(name, names, units, *_scale_and_translation(transforms, ndim, name))
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise DataError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import time
 import warnings
 from collections import deque
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import zarr
@@ -29,7 +30,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.threads import Pool
-from vesuvius.volumes.box import Box, indexed_box, intersection, is_inside, shape_of, slices
+from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
 from vesuvius.volumes.format.decode import ChunkDecoder
@@ -50,9 +51,11 @@ _DECODED_AHEAD = 8
 _TRIES = 3
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Volume:
-    """One level of a volume, open for reading.
+    """One level of a volume, open for reading: indexed like a numpy array, into which `np.asarray` reads all of it.
+
+    A context manager that closes it.
 
     Attributes:
         shape_zyx: shape in voxels.
@@ -85,6 +88,18 @@ class Volume:
         # Within a chunk, the selected index of each axis other than z, y, x.
         self._others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
         self._staging = Staging(self.grid) if self.source.remote else None
+
+    ndim = 3
+
+    @property
+    def shape(self) -> Triple:
+        """`shape_zyx`, under numpy's name."""
+        return self.shape_zyx
+
+    @property
+    def size(self) -> int:
+        """Number of voxels."""
+        return math.prod(self.shape_zyx)
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -162,7 +177,8 @@ class Volume:
         decoded completely, in order, up to the first damaged one.
 
         Args:
-            out: destination, with the volume's dtype and the shape of the box; by default a new array.
+            out: destination, of the volume's dtype or one that holds all its values, and of the shape of the box; by
+                default a new array.
             before: called with each chunk before it is used; an exception ends the read.
             decoders: threads that decode ahead, regardless of `before`; None = decode on this thread.
 
@@ -175,8 +191,18 @@ class Volume:
             DataError: a chunk is absent and `data.missing_chunk` is 'error', the volume is gone or has changed, or
                 its store refuses or has not answered for `data.store.outage_minutes`.
             ClosedError: another thread closed the volume.
+            IndexError: the box is not inside the volume; ValueError: it does not fit `out`.
         """
+        if not all(0 <= lo <= hi <= size for lo, hi, size in zip(*box, self.shape_zyx, strict=True)):
+            raise IndexError(f"The box {format_box(box)} is not inside {self.name} of shape {self.shape_zyx}; clip it")
         out = np.empty(shape_of(box), self.dtype) if out is None else out
+        if out.shape != shape_of(box) or not np.can_cast(self.dtype, out.dtype):
+            raise ValueError(
+                f"`out` of shape {out.shape} and {out.dtype} cannot hold {shape_of(box)} voxels of {self.dtype}; make "
+                "it with the shape of the box and the volume's dtype"
+            )
+        if not out.size:
+            return out
         try:
             for chunk, load in self._loads(box, decoders):
                 covered = self.grid.box_of(chunk)
@@ -191,13 +217,31 @@ class Volume:
         return out
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
-        """Read with integers and slices of step 1: `volume[10, 0:128, :128]`.
+        """Read by numpy's rules for integers, slices and `...`: `volume[10, 0:128, :128]`.
 
-        Raises as `read`, IndexError, and TypeError for any other index.
+        A step other than 1 reads the box that its slice spans.  Raises as `read`, IndexError, and TypeError for any
+        other index: arrays, masks, None.
         """
         box, rest = indexed_box(index, self.shape_zyx)
-        voxels = self.read(box) if is_inside(box, self.shape_zyx) else np.empty(shape_of(box), self.dtype)
-        return voxels[rest]
+        voxels: NDArray[Any] = self.read(box)[rest]
+        return voxels
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("A volume is read into a new array; use copy=None or copy=True")
+        return self[:] if dtype is None else self[:].astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        return self.shape_zyx[0]
+
+    def __repr__(self) -> str:
+        return f"<Volume {self.name}: {self.shape_zyx} {self.dtype}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> Any:
         """Pickle the address and the settings: the copy is opened again, with the same errors as `open_volume`."""
@@ -322,7 +366,7 @@ class Volume:
 
 
 def open_volume(
-    spec: ArrayConfig | str | Path,
+    spec: ArrayConfig | str | os.PathLike[str],
     store: StoreConfig = StoreConfig(),
     missing_chunk: Literal["air", "error"] = "air",
     nan: Nan = "air",
@@ -337,7 +381,7 @@ def open_volume(
     Raises:
         DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
     """
-    spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=str(spec))
+    spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=os.fspath(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
         raise DataError(
             f"Cannot open {spec.path}: it does not exist; create a synthetic scroll with `vesuvius volume synth "

@@ -160,7 +160,7 @@ class RealSource:
         """Return these patches, or some of them, as a perfect model would generate them."""
         rows = list(range(len(found.volumes)) if rows is None else rows)
         locations = _locations(found)[rows]
-        shown = [augmentation_of(seed, self.config.augment, row) for row in rows]
+        shown = [augmentation_of(seed, self.data.plan.augment, row) for row in rows]
         raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
         values = normalised(raw, self._scales[locations[:, 0]]).numpy()
         return PatchSet(self.values_of(to_grey_values(values, *self.stored_as)), locations)
@@ -322,7 +322,7 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
         voxels, locations, at = voxels[rows], locations[rows], [at[row] for row in rows]
     raw = torch.from_numpy(np.ascontiguousarray(cast_grey_values(voxels, source.stored_as[1])))
     if has_condition or locations is not None:
-        turns = [augmentation_of(_GENERATED, source.config.augment, row) for row in range(len(raw))]
+        turns = [augmentation_of(_GENERATED, source.data.plan.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)
     values, side = source.values_of(raw.numpy()), disjoint_sides(locations, patch, len(raw))
     if locations is None:

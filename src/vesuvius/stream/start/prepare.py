@@ -220,7 +220,8 @@ def prepare_data(
         for spec in config.volumes
         if spec.condition
     )
-    dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
+    config = _without_unequal_turns(config, volumes)
+    dtype, condition_dtype = _common_dtype(volumes), _common_dtype(conditions, are_labels=True)
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     within, maps = [], []
@@ -265,13 +266,28 @@ def amplified_reads(plan: Plan, world: int) -> list[str]:
     ]
 
 
-def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
-    """Return the common dtype of several volumes; None without volumes."""
-    dtypes = {volume.dtype.name for volume in volumes}
-    if len(dtypes) > 1:
+def _without_unequal_turns(config: DataConfig, volumes: Sequence[Volume]) -> DataConfig:
+    """Return the config without rotations by 90 degrees if they would exchange axes of unequal voxel size; logs it."""
+    unequal = [volume for volume in volumes if volume.geometry and not volume.geometry.is_square]
+    if not unequal or not config.augment.rot90:
+        return config
+    level = logging.WARNING if "rot90" in config.augment.model_fields_set else logging.INFO
+    text = "Patches are mirrored, not rotated (data.augment.rot90): the voxels of %s are not square in y and x"
+    log.log(level, text, unequal[0].name)
+    return config.model_copy(update={"augment": config.augment.model_copy(update={"rot90": False})})
+
+
+def _common_dtype(volumes: Sequence[Volume], are_labels: bool = False) -> str | None:
+    """Return the smallest dtype that holds the values of all volumes; None without volumes.
+
+    Raises DataError: labels would become floats.
+    """
+    dtypes = [volume.dtype for volume in volumes]
+    common = np.result_type(*dtypes) if dtypes else None
+    if are_labels and common is not None and common.kind == "f" and any(dtype.kind != "f" for dtype in dtypes):
         text = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
-        raise DataError(f"The {what} of a run have different dtypes: {text}; convert them to one dtype")
-    return next(iter(dtypes), None)
+        raise DataError(f"No integer dtype holds all labels or conditions: {text}; convert them to one dtype")
+    return None if common is None else common.name
 
 
 def estimate_intensity_range(

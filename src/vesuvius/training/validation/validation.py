@@ -94,7 +94,7 @@ def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRan
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
     scales = intensity_scales(greys.volumes)[list(found.volumes)]
-    return Spectrum.of(normalised(torch.from_numpy(found.patches), scales)).augmented(**dict(config.augment))
+    return Spectrum.of(normalised(torch.from_numpy(found.patches), scales)).augmented(**dict(data.plan.augment))
 
 
 @dataclass(frozen=True)
