@@ -105,6 +105,17 @@ def test_a_rotation_is_dropped_with_a_warning_and_its_scans_still_align(
     np.testing.assert_allclose(shift, [2, 3, 4], atol=1e-4)
 
 
+@pytest.mark.parametrize("space", ["LPS", "right-anterior-superior", "scanner-xyz"])
+def test_lengths_without_a_unit_are_millimeters_in_the_space_of_a_patient(tmp_path: Path, space: str) -> None:
+    """Without one, voxels of 1 mm could not be told from voxels of unknown size, and labels would not align."""
+    fields = {"space": space, "space directions": "(1,0,0) (0,1,0) (0,0,1)"}
+    _, geometry = run(save_raw_nrrd(tmp_path / "v.nrrd", fields, scan("uint16", SHAPE)))
+    assert geometry.voxel_size_um == (None if "xyz" in space else (1000, 1000, 1000))
+    image = nibabel.Nifti1Image(scan("uint16", SHAPE), np.eye(4))
+    nibabel.save(image, tmp_path / "v.nii")
+    assert run(tmp_path / "v.nii")[1].voxel_size_um == (1000, 1000, 1000)
+
+
 def test_a_grid_without_right_angles_is_refused(tmp_path: Path) -> None:
     array, lps = stored(scan("uint16", SHAPE), (0, 1, 2), (0, 0, 0))
     lps[1, 2] = 0.5

@@ -116,12 +116,13 @@ def open_dicom(path: Path, inside: str = "") -> Stored:
     low = -(1 << bits - 1) if first.dtype.kind == "i" else 0
     limits = low, low + (1 << bits) - 1
     dtype = value_dtype(first.dtype, [each.rule for each in slices], limits)
-    pixel_array = import_module("pydicom.pixels").pixel_array
+    read, pixel_array = import_module("pydicom").dcmread, import_module("pydicom.pixels").pixel_array
 
     def load(number: int) -> NDArray[Any]:
         each = slices[number]
         with library_errors(str(each.file)):
-            voxels: NDArray[Any] = pixel_array(each.file, index=each.frame)
+            whole = each.get("NumberOfFrames", 1) == 1  # one frame of a file is read without the others
+            voxels: NDArray[Any] = pixel_array(read(each.file) if whole else each.file, index=each.frame)
         if dtype == first.dtype:
             return voxels
         if dtype.kind != "f" and not limits[0] <= voxels.min() <= voxels.max() <= limits[1]:

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from vesuvius.volume_tools.sources.files import Stored, axis_letters, contiguous, geometry, refuse
 from vesuvius.volumes.box import triple
+from vesuvius.volumes.geometry import unit_name
 
 log = logging.getLogger(__name__)
 
 _ALIGNED = 1e-4  # cosines that differ by less come from rounding
-_SPACES = {"ras": (-1, -1, 1), "las": (1, -1, 1)}  # NRRD: signs that turn a space to LPS; others are taken as they are
+_SPACES = {"lps": (1, 1, 1), "ras": (-1, -1, 1), "las": (1, -1, 1)}  # of patients in NRRD: signs that make them LPS
 _C_TYPES = {  # NRRD names that numpy does not know, or with another size
     "char": "i1", "uchar": "u1", "int": "i4", "uint": "u4", "float": "f4", "longlong": "i8", "ulonglong": "u8",
 }  # fmt: skip
@@ -41,10 +42,10 @@ def open_nifti(file: Path) -> Stored:
     magic = {head[344:347]: "Nifti1Header", head[4:7]: "Nifti2Header"}
     if not (found := {b"n+1", b"ni1", b"n+2", b"ni2"} & magic.keys()):
         raise refuse(head_file, "it is no NIfTI file", "copy it again if it is damaged, or convert it to NIfTI")
-    library = getattr(import_module("nibabel"), magic[word := found.pop()])
-    header = library(head[: library.template_dtype.itemsize], check=False)
+    form = getattr(import_module("nibabel"), magic[word := found.pop()])
+    header = form(head[: form.template_dtype.itemsize], check=False)
     single = word[1:2] == b"+"
-    start = max(int(header["vox_offset"]), single * library.single_vox_offset)
+    start = max(int(header["vox_offset"]), single * form.single_vox_offset)
     if not single and data == head_file:
         raise refuse(file, "there is no .img file with its voxels", "copy it to the same folder")
     shape, dtype, data = header.get_data_shape(), header.get_data_dtype(), head_file if single else data
@@ -105,7 +106,7 @@ def open_nrrd(file: Path) -> Stored:
     stored = contiguous(data, names, shape[::-1], dtype, begin, packed, last=not skip)
     stored = replace(stored, files=sorted({file, data}))
     if affine is not None:
-        return oriented(stored, affine, _quoted(header, "spaceunits"))
+        return oriented(stored, affine, _quoted(header, "spaceunits"), _space(header) in _SPACES)
 
     def along(values: list[str]) -> list[str]:
         return [values[~names.find(letter)] for letter in "ZYX"] if len(values) == len(names) else values
@@ -132,6 +133,12 @@ def _quoted(header: dict[str, str], field: str) -> list[str]:
     return re.findall(r'"([^"]*)"', header.get(field, ""))
 
 
+def _space(header: dict[str, str]) -> str:
+    """lps for LPS, left-posterior-superior and left-posterior-superior-time."""
+    words = header.get("space", "").lower().split("-")
+    return ("".join(word[:1] for word in words) if len(words) > 1 else words[0])[:3]
+
+
 def _vectors(header: dict[str, str], field: str) -> list[list[float]]:
     """Vectors such as (0.5,0,0), of space without time; one that is none is empty."""
     found = re.findall(r"\([^)]*\)|none", header.get(field, ""))
@@ -144,9 +151,7 @@ def _nrrd_axes(file: Path, header: dict[str, str], shape: Sequence[int]) -> tupl
         vectors, origins = _vectors(header, "spacedirections"), _vectors(header, "spaceorigin")
         steps = [vector for vector in vectors if any(vector)]
         if len(vectors) == len(shape) and len(steps) == 3:
-            space = header.get("space", "").lower()
-            key = "".join(word[0] for word in space.split("-")) if "-" in space else space
-            signs = np.reshape(_SPACES.get(key[:3], (1, 1, 1)), (3, 1))
+            signs = np.reshape(_SPACES.get(_space(header), (1, 1, 1)), (3, 1))
             affine = np.array([*steps, *(origins or [[0.0] * 3])]).T * signs
             if is_affine(affine):
                 return _letters(map(any, vectors))[::-1], affine
@@ -219,19 +224,23 @@ def is_affine(affine: NDArray[Any]) -> bool:
     return bool(np.isfinite(affine).all() and np.linalg.matrix_rank(affine[:, :3]) == 3)
 
 
-def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str]) -> Stored:
+def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str], of_patient: bool = True) -> Stored:
     """Permute and reverse the axes X, Y, Z of an array so that they increase along those of space, or nearly.
 
     Rotations are dropped with a WARNING, the same for all scans on one grid, so that these align.  Reads nothing.
 
     Args:
         affine: (3, 4), steps of the stored axes X, Y, Z and the position of the first voxel; x, y, z of space.
+        of_patient: whether space is LPS; then lengths without a unit are millimeters, as in other programs.
 
     Raises DataError: the axes are not at right angles.
     """
     file, lengths = stored.files[0], np.linalg.norm(affine[:, :3], axis=0)
     if any(stored.names.count(letter) != 1 for letter in "XYZ"):
         return stored
+    if of_patient and not any(map(unit_name, units_xyz)):
+        log.info("%s gives no unit of length; millimeters are assumed", file)
+        units_xyz = ["mm"] * 3
     cosines = affine[:, :3] / lengths
     if np.abs(cosines.T @ cosines - np.eye(3)).max() > 1e-2:
         raise refuse(file, "its axes are not at right angles (a tilted gantry?)", "resample it")
