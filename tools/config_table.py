@@ -30,7 +30,7 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   the overrides: defaults < file < environment < command line. An unknown name is an error, with the nearest key; the
   exceptions are `VESUVIUS_RUNS`, the folder of run directories, and `VESUVIUS_HTTP_HEADERS`, headers for web servers
   (volumes.md). The variables apply to all commands with `--config`, not to those that work on a run (`sample`,
-  `report`, `train --replay`). Variables that Kubernetes sets for a Service called `vesuvius` are ignored.
+  `report`). Variables that Kubernetes sets for a Service called `vesuvius` are ignored.
 - **Lists** are replaced as a whole. `[]` below stands for an item of a list; overrides count from 0:
   `data.volumes[0].path=other.zarr`.
 - **`extends: other.yaml`** at the top level of a file takes all keys that this file does not set from that file.

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.run_dir import require_run, run_dir
@@ -36,30 +36,16 @@ def main(argv: list[str]) -> int:
         "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, in GiB"
     )
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
-    parser.add_argument(
-        "--replay",
-        type=positive,
-        metavar="STEP",
-        help="recompute one step from a checkpoint and the volumes, and train nothing",
-    )
     # The trainer that `vesuvius tune` starts; it takes commands on standard input.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib works only with --dry-run; add it or remove --vram-gib")
-    if args.replay is not None and any((args.resume, args.allow_drift, args.dry_run, args.print_config)):
-        parser.error("--replay cannot be combined with other options; keep only --config and overrides")
     if args.print_config:
         config = read_config(args.config, args.overrides, os.environ)
         say(dump_config(config, with_meanings=True).rstrip("\n"), exact=True)
         return EXIT_OK
     config = take_config(args.config, args.overrides)
-    if args.replay is not None:
-        from vesuvius.training.replay import replay
-
-        *lines, exit_code = replay(config, args.replay, args.overrides)
-        say("\n".join(map(str, lines)))
-        return int(exit_code)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift works only with --resume; add it or remove --allow-drift")

@@ -25,9 +25,9 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.actions import Autotuner, GuardActions
 from vesuvius.training.checkpoint.save import CheckpointWriter
+from vesuvius.training.diagnosis import MicroBatch, diagnose
 from vesuvius.training.periodic import PeriodicTasks
 from vesuvius.training.ranks.failure import RankError
-from vesuvius.training.replay import MicroBatch, diagnose
 from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
 from vesuvius.training.request import RunContext

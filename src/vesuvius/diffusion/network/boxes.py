@@ -1,7 +1,6 @@
 """Space-to-depth and back: a box of voxels becomes channels ordered [sz sy sx, C].
 
-In channels-last order this copies runs of sx C numbers.  Up to checkpoint format 2 the order was [C, sz sy sx].  The
-weights with such channels had other names then, which identify the format in any file.
+In channels-last order this copies runs of sx C numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from vesuvius.config import Triple
 from vesuvius.diffusion.network.layers import memory_format_of
 
-_FORMAT_2 = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
-_CURRENT = {old: new for new, old in _FORMAT_2.items()}
+_SEEDING_NAMES = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
 
 
 def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
@@ -90,17 +88,6 @@ def _both(convolution: str, channels: int) -> dict[str, BoxChannels]:
     return {f"{convolution}.{part}": BoxChannels(0, channels) for part in ("weight", "bias")}
 
 
-def format_2_name(name: str) -> str:
-    """Return the name of a weight in format 2.  Pure."""
-    return _renamed(name, _FORMAT_2)
-
-
-def to_current_format(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of a U-Net of any format to the current names and order of channels.  Pure."""
-    renamed = {_renamed(name, _CURRENT): weight for name, weight in weights.items()}
-    boxed = boxed_weights(renamed) if renamed.keys() != weights.keys() else {}
-    return renamed | {name: channels.offsets_first(renamed[name]) for name, channels in boxed.items()}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    return next((new + name.removeprefix(old) for old, new in names.items() if name.startswith(old)), name)
+def seeding_name(name: str) -> str:
+    """Return the name that seeds a weight: an earlier one, so that a seed keeps its initial weights.  Pure."""
+    return next((old + name.removeprefix(new) for new, old in _SEEDING_NAMES.items() if name.startswith(new)), name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
-from vesuvius.diffusion.network.boxes import Upsample, boxed_weights, depth_to_space, format_2_name, space_to_depth
+from vesuvius.diffusion.network.boxes import Upsample, boxed_weights, depth_to_space, seeding_name, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
@@ -251,8 +251,8 @@ def build_unet(
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
-    tensor follows from (seed, its name in format 2), so a new module does not change the others, and a seed gives the
-    same function as in format 2.  Uses no global generator.  Raises ConfigError with torch 2.9.
+    tensor follows from (seed, its name), so a new module does not change the others.  Uses no global generator.  Raises
+    ConfigError with torch 2.9.
     """
     check_torch_version()
     with torch.device("meta"):  # torch's default initialisation would use the global generator
@@ -273,7 +273,7 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None
-            weight, name = torch.empty(module.weight.shape), format_2_name(f"{prefix}.weight")
+            weight, name = torch.empty(module.weight.shape), seeding_name(f"{prefix}.weight")
             generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(name.encode()))
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
             module.weight.copy_(weight)

@@ -26,11 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vesuvius.diffusion.network.boxes import boxed_weights, to_current_format
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.training.step.optimizer import group_weights
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ BEST = "best"
 REPLACED = ".replaced-"
 """Prefix of a checkpoint while another of the same step replaces it."""
 FORMAT = 3
-_READ_FORMATS = (2, FORMAT)  # format 2 is converted to the current memory order
 _MAX_TRIES = 10
 
 
@@ -69,28 +66,13 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise checkpoint_error(path, "it is not safe to load: it holds more than tensors and data") from error
     except (OSError, RuntimeError, EOFError, IndexError) as error:
         raise checkpoint_error(path, error) from error
-    if "model" in state:
-        _bring_up_to_date(state)
     return state
-
-
-def _bring_up_to_date(state: dict[str, Any]) -> None:
-    """Convert weights and moments to the current names and memory order."""
-    before, state["model"] = state["model"], to_current_format(state["model"])
-    if before.keys() == state["model"].keys():
-        return
-    boxed, optimizer = boxed_weights(state["model"]), state["optimizer"]
-    groups = group_weights(state["model"], muon="orthogonal" in optimizer["param_groups"][0])
-    for index, name in enumerate(name for names in groups for name in names):
-        for key, moment in optimizer["state"].get(index, {}).items():
-            if name in boxed and moment.ndim:
-                optimizer["state"][index][key] = boxed[name].offsets_first(moment)
 
 
 def load_weights_file(path: Path) -> dict[str, Tensor]:
     """Weights of a `.safetensors` file, by name, on the CPU.  Raises StorageError."""
     try:
-        return to_current_format(load_file(path))
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise checkpoint_error(path, error) from error
 
@@ -218,7 +200,7 @@ def read_digests(path: Path) -> dict[str, str]:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     digests: dict[str, str] = manifest["files"]
     written_by = manifest.get("format", 1)
-    if written_by not in _READ_FORMATS:
+    if written_by != FORMAT:
         age = "an earlier" if written_by < FORMAT else "a later"
         raise StorageError(
             f"Cannot read {path}: {age} version of vesuvius wrote it; use that version, or start a new run"

@@ -24,8 +24,8 @@ from vesuvius.runlog.units import quantile
 from vesuvius.stream.reading.quarantine import check_quarantine
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.checkpoint.progress import region_key
+from vesuvius.training.diagnosis import Diagnosis, MicroBatch
 from vesuvius.training.forecast.memory_plan import seconds_at_peak
-from vesuvius.training.replay import Diagnosis, MicroBatch
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import PendingOutcome, StepOutcome
@@ -195,9 +195,8 @@ class StepReporter:
         log.error("%s; %s", text, again)
         if outcome.nonfinite_in_a_row >= config.training.max_nonfinite:
             raise NonFiniteError(
-                f"Loss or gradient not finite: {text} ({outcome.nonfinite_in_a_row} in a row); {again}; `vesuvius "
-                f"train --config ... --replay {step}` shows each sample; lower training.lr or training.clip_norm, "
-                "check these samples, or allow more with training.max_nonfinite",
+                f"Loss or gradient not finite: {text} ({outcome.nonfinite_in_a_row} in a row); {again}; lower "
+                "training.lr or training.clip_norm, check these samples, or allow more with training.max_nonfinite",
                 step,
             )
 
