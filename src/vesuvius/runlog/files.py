@@ -19,7 +19,7 @@ from typing import BinaryIO
 import psutil
 
 from vesuvius.errors import FULL_DISK, StorageError, disk_remedy
-from vesuvius.runlog.held import NOT_THERE, where
+from vesuvius.runlog.held import is_at, where
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class AppendFile:
                 self._written = 0
                 log.info("%s was moved, deleted or on a disk that went away: continuing in a new file", path)
         self._descriptor, self._opened, self._is_stale = descriptor, os.fstat(descriptor), False
-        self._has_inodes = os.path.samestat(os.stat(path), self._opened)  # not on some FUSE file systems
+        self._has_inodes = is_at(path, self._opened)  # not on some FUSE file systems
         if is_torn:
             self._waiting.appendleft(b"\n")
 
@@ -164,14 +164,7 @@ class AppendFile:
         assert self._descriptor is not None
         if self._is_stale or not self._is_own(self._descriptor):
             return False
-        return not self._has_inodes or self._is_at(self._path) or self._is_at(where(self._path))
-
-    def _is_at(self, path: Path) -> bool:
-        """Whether the opened file is at a path; also if the disk does not say."""
-        try:
-            return os.path.samestat(os.stat(path), self._opened)
-        except OSError as error:
-            return error.errno not in NOT_THERE
+        return not self._has_inodes or is_at(self._path, self._opened) or is_at(where(self._path), self._opened)
 
     def _report_changes(self, error: OSError | None) -> None:
         """Log if writing began to fail or works again.  Called without the lock: the message may go to this file."""

@@ -14,16 +14,16 @@ from pathlib import Path
 from vesuvius.errors import RunMovedError
 
 LOCK = ".lock"
-_held: list[tuple[Path, int]] = []
-"""Absolute path when it was locked, and the descriptor of its lock file."""
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors, as of a network mount, say nothing
+_held: list[tuple[Path, int, os.stat_result]] = []
+"""Absolute path when it was locked, and its lock file: the descriptor, which keeps the inode from being used again."""
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors, as of a network mount, say nothing
 
 
 @contextmanager
 def holding(directory: Path, lock: int) -> Iterator[None]:
     """Follow a directory while the context lasts; `lock` is the open `.lock` in it, whose inode identifies it."""
-    entry = (directory.absolute(), lock)
-    held = [entry] if _is_here(*entry) else []  # some FUSE file systems have no stable inodes
+    entry = (directory.absolute(), lock, os.fstat(lock))
+    held = [entry] if is_at(directory / LOCK, entry[2]) else []  # some FUSE file systems have no stable inodes
     _held.extend(held)
     try:
         yield
@@ -38,9 +38,9 @@ def where(path: Path) -> Path:
     Raises RunMovedError: the directory was deleted or replaced, and is nowhere to be found.
     """
     full = path.absolute()
-    for directory, lock in reversed(_held):
+    for directory, lock, opened in reversed(_held):
         if full.is_relative_to(directory):
-            now = _now(directory, lock)
+            now = _now(directory, lock, opened)
             return path if now == directory else now / full.relative_to(directory)
     return path
 
@@ -56,21 +56,22 @@ def problem(directory: Path) -> str:
     return "" if now == directory else f"{moved}{root}, or move it back"
 
 
-def _now(directory: Path, lock: int) -> Path:
-    if _is_here(directory, lock):
+def is_at(path: Path, opened: os.stat_result) -> bool:
+    """Whether an opened file is the one at a path; also if the disk does not say."""
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except OSError as error:
+        return error.errno not in _NOT_THERE
+
+
+def _now(directory: Path, lock: int, opened: os.stat_result) -> Path:
+    if is_at(directory / LOCK, opened):
         return directory
     with suppress(OSError):
         found = Path(os.readlink(f"/proc/self/fd/{lock}")).parent  # only on Linux
-        if found != directory and _is_here(found, lock):
+        if found != directory and is_at(found / LOCK, opened):
             return found
     raise RunMovedError(
         f"The run directory {directory} was deleted or replaced while the run was using it; nothing more can be saved "
         "there: restore it, or start a new run"
     )
-
-
-def _is_here(directory: Path, lock: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(directory / LOCK), os.fstat(lock))
-    except OSError as error:
-        return error.errno not in NOT_THERE

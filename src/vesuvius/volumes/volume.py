@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.errors import DataError, one_line
+from vesuvius.errors import DataError, broken_link, one_line
 from vesuvius.threads import Pool
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
@@ -383,6 +383,8 @@ def open_volume(
     """
     spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=os.fspath(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
+        if link := broken_link(Path(spec.path)):
+            raise DataError(f"Cannot open {spec.path}: {link}")
         raise DataError(
             f"Cannot open {spec.path}: it does not exist; create a synthetic scroll with `vesuvius volume synth "
             f"{spec.path}`, download a real one (the address is in configs/exp001_full.yaml), or choose another volume "
