@@ -36,11 +36,11 @@ from tests.support.recorded_runs import (
     write_run,
 )  # fmt: skip
 from vesuvius.commands import runs as command
-from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
+from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
 from vesuvius.monitor.post_mortem import Death, append_death
 from vesuvius.report import records as records_module
 from vesuvius.report.curves import COLOURS, Chart, banded, draw, label_heights, thinned
-from vesuvius.report.model import build, comparison, named_apart, page_of
+from vesuvius.report.model import build, comparison, named_apart, page_of, write_report
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
 from vesuvius.runlog import units
@@ -355,6 +355,16 @@ def test_values_of_a_wrong_type_are_skipped_like_torn_lines(tmp_path: Path) -> N
             (run / "metrics.jsonl").write_text("\n".join(changed[:-1]))
             (run / "system.jsonl").write_text(changed[-1])
             assert reported(run).facts["state"] == NOT_KNOWN, (record["kind"], name, value)
+
+
+def test_a_report_replaces_reports_but_no_other_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    page = write_report([run], tmp_path / "out", "vesuvius report") / "report.html"
+    write_report([run], tmp_path / "out", "vesuvius report")
+    page.write_text("<html>a thesis</html>")
+    with pytest.raises(ConfigError, match="was not written by vesuvius"):
+        write_report([run], tmp_path / "out", "vesuvius report")
+    assert page.read_text() == "<html>a thesis</html>"
 
 
 def test_a_page_embeds_no_file_from_outside_of_the_run(tmp_path: Path) -> None:

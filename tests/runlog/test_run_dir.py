@@ -136,3 +136,14 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path: Path, monkey
     assert environment._commit.__wrapped__() == commit
     ours.write_text("# changed")
     assert environment._commit.__wrapped__() == f"{commit}+"
+
+
+def test_folders_of_somebody_else_with_names_of_ours_are_not_taken_for_a_failed_start(tmp_path: Path) -> None:
+    (tmp_path / "mine/logs").mkdir(parents=True)
+    (tmp_path / "mine/logs/diary.txt").write_text("dear diary")
+    with (
+        pytest.raises(ConfigError, match="choose another name, or move it away"),
+        RunDir(tmp_path / "mine").locked(new=True),
+    ):
+        pass
+    assert (tmp_path / "mine/logs/diary.txt").exists()

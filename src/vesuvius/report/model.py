@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vesuvius.config.describe import flatten
-from vesuvius.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_OK, EXIT_STOPPED
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import (
@@ -45,9 +45,11 @@ _NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
     """Write report.html of one or several runs; return its folder: `out`, or a new one in `reports/` of the first run.
 
-    Raises StorageError: the folder cannot be written.
+    Raises StorageError: the folder cannot be written.  Raises ConfigError: its report.html is not one of vesuvius.
     """
     folder = out or new_folder(runs[0] / FOLDER)
+    if (page := folder / "report.html").is_file() and b"<footer>Made " not in page.read_bytes():
+        raise ConfigError(f"{page} was not written by vesuvius and would be replaced; choose another --out")
     write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
     return folder
 

@@ -142,7 +142,9 @@ class RunDir:
 
     def others(self) -> set[str]:
         """Names in the directory that no vesuvius command writes there.  Raises OSError."""
-        return {entry.name for entry in self.path.iterdir()} - {*_OTHER_COMMANDS, LOCK, *_OF_A_START}
+        names = {entry.name for entry in self.path.iterdir()}
+        began = LOCK in names or is_run(self.path)  # otherwise even `logs` is somebody else's
+        return names - {*_OTHER_COMMANDS, LOCK, *(_OF_A_START if began else ())}
 
     def clear(self) -> None:
         """Remove files of a failed start, whose records would be taken for the new run's."""

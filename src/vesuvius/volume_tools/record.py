@@ -43,7 +43,8 @@ def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
     if not os.path.lexists(out):
         return False
     check_record(out, finished_record(out, kind), record)
-    shutil.rmtree(partial_path(out), ignore_errors=True)
+    if has_partial(out, kind):
+        shutil.rmtree(partial_path(out), ignore_errors=True)
     return True
 
 
