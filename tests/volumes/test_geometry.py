@@ -12,7 +12,7 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.volumes.test_axes import axis, multiscale, ome_06, sequence
 from vesuvius.config import ArrayConfig
-from vesuvius.volumes.geometry import Geometry
+from vesuvius.volumes.geometry import Geometry, space_of, unit_name
 from vesuvius.volumes.volume import open_volume
 
 
@@ -109,5 +109,48 @@ def test_units_of_length_are_converted_and_others_are_unknown() -> None:
     for unit, length in meters.items():
         found = Geometry((2.0, 3.0, 4.0), (0, 0, 0), (unit,) * 3).voxel_size_um
         np.testing.assert_allclose(found, np.array([2.0, 3.0, 4.0]) * length * 1e6, rtol=1e-12, err_msg=unit)
-    for unknown in (None, "second", "parsec"):
+    for unknown in (None, "second", "pixel"):
         assert Geometry((1, 1, 1), (0, 0, 0), ("micrometer", "micrometer", unknown)).voxel_size_um is None
+
+
+def test_every_unit_of_length_of_the_specification_is_read_however_it_is_written() -> None:
+    named = [
+        "angstrom",
+        "attometer",
+        "centimeter",
+        "decimeter",
+        "exameter",
+        "femtometer",
+        "foot",
+        "gigameter",
+        "hectometer",
+        "inch",
+        "kilometer",
+        "megameter",
+        "meter",
+        "micrometer",
+        "mile",
+        "millimeter",
+        "nanometer",
+        "parsec",
+        "petameter",
+        "picometer",
+        "terameter",
+        "yard",
+        "yoctometer",
+        "yottameter",
+        "zeptometer",
+        "zettameter",
+    ]
+    assert [unit_name(name) for name in named] == named
+    assert all(unit_name(f" {name.capitalize()}s") == name for name in named)
+    written = {"\u00c5": "angstrom", "nm": "nanometer", "um": "micrometer", "\u03bcm": "micrometer", "mm": "millimeter"}
+    written |= {"Mm": "megameter", "millimetre": "millimeter", "in": "inch"}
+    assert {text: unit_name(text) for text in written} == written
+    assert [unit_name(other) for other in (None, "", "second", "pixel", 3, ["nm"], {})] == [None] * 7
+    axes = [
+        {"name": name, "type": "space", "unit": unit}
+        for name, unit in zip("zyx", ("um", "\u00c5", ["nm"]), strict=True)
+    ]
+    space = space_of({"axes": axes}, {}, 3, "v")
+    assert space.units == ("micrometer", "angstrom", None)

@@ -41,9 +41,7 @@ class Location(str):
         try:
             path = super().__new__(cls, text if "://" in text or os.path.isabs(text) else str(Path(text).absolute()))
         except FileNotFoundError:
-            raise ValueError(
-                f"{text!r} is relative to a working directory that no longer exists; use a full path"
-            ) from None
+            raise ValueError(f"{text!r} starts in a working directory that is gone; use a full path") from None
         path.written = text
         return path
 

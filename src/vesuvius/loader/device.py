@@ -57,12 +57,7 @@ class DeviceFeed:
         ranges: Sequence[IntensityRange],
         label_dtype: torch.dtype | None = None,
     ) -> None:
-        self._label_dtype = label_dtype
-        self._checked: np.dtype[Any] | None = None  # integers that cannot hold all values of the stored dtype
-        if label_dtype is not None and not label_dtype.is_floating_point:
-            cast = torch.empty(0, dtype=label_dtype).numpy().dtype
-            self._checked = None if np.can_cast(np.dtype(job.condition_dtype), cast) else cast
-        self.device, self.job, self.options = device, job, options
+        self.device, self.job, self.options, self._label_dtype = device, job, options, label_dtype
         self._stream: PatchStream | None = None
         self._scales = intensity_scales(ranges)
         if device.type == "cuda":
@@ -95,8 +90,8 @@ class DeviceFeed:
         """Return the next batch on the device, and as it was read."""
         with clock.waiting():
             batch = next(self.stream)
-            if self._checked is not None and batch.condition is not None:
-                _check_cast(batch.condition, self._checked)
+            if self._label_dtype is not None and batch.condition is not None:
+                _check_cast(batch.condition, self._label_dtype)
         raw = self.copy(_tensors(batch), clock)
         with clock.computing("forward"):
             return self._augmented(batch, *raw), batch
@@ -130,10 +125,12 @@ class DeviceFeed:
         return PatchBatch(image, label, batch.samples)
 
 
-def _check_cast(labels: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Raise DataError if labels would change in another dtype."""
-    if (labels.astype(dtype) != labels).any():
-        raise DataError(f"Labels from {labels.min()} to {labels.max()} do not fit label_dtype {dtype}; choose another")
+def _check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
+    """Raise DataError if labels would change in an integer dtype; compares them only if the stored dtype allows it."""
+    if dtype.is_floating_point or np.can_cast(labels.dtype, cast := torch.empty(0, dtype=dtype).numpy().dtype):
+        return
+    if (labels.astype(cast) != labels).any():
+        raise DataError(f"Labels from {labels.min()} to {labels.max()} do not fit label_dtype {cast}; choose another")
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

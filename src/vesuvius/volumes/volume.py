@@ -53,9 +53,7 @@ _TRIES = 3
 
 @dataclass(eq=False, repr=False)
 class Volume:
-    """One level of a volume, open for reading: indexed like a numpy array, into which `np.asarray` reads all of it.
-
-    A context manager that closes it.
+    """One level of a volume, open for reading: indexed like a numpy array, closed by `with`.
 
     Attributes:
         shape_zyx: shape in voxels.
@@ -79,6 +77,7 @@ class Volume:
     def __post_init__(self) -> None:
         self.grid = ChunkGrid(self.array, self.axes, self.source)
         self.shape_zyx, self.chunk_zyx = self.grid.shape_zyx, self.grid.chunk_zyx
+        self.shape, self.ndim, self.size = self.shape_zyx, 3, math.prod(self.shape_zyx)  # numpy's names
         self.dtype = np.dtype(self.array.dtype).newbyteorder("=")
         self.wait_s = 0.0
         self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)
@@ -88,18 +87,6 @@ class Volume:
         # Within a chunk, the selected index of each axis other than z, y, x.
         self._others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
         self._staging = Staging(self.grid) if self.source.remote else None
-
-    ndim = 3
-
-    @property
-    def shape(self) -> Triple:
-        """`shape_zyx`, under numpy's name."""
-        return self.shape_zyx
-
-    @property
-    def size(self) -> int:
-        """Number of voxels."""
-        return math.prod(self.shape_zyx)
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -197,10 +184,8 @@ class Volume:
             raise IndexError(f"The box {format_box(box)} is not inside {self.name} of shape {self.shape_zyx}; clip it")
         out = np.empty(shape_of(box), self.dtype) if out is None else out
         if out.shape != shape_of(box) or not np.can_cast(self.dtype, out.dtype):
-            raise ValueError(
-                f"`out` of shape {out.shape} and {out.dtype} cannot hold {shape_of(box)} voxels of {self.dtype}; make "
-                "it with the shape of the box and the volume's dtype"
-            )
+            given, needed = f"{out.shape} {out.dtype}", f"{shape_of(box)} {self.dtype}"
+            raise ValueError(f"The array `out` of {given} cannot hold a box of {needed}; change its shape or dtype")
         if not out.size:
             return out
         try:
