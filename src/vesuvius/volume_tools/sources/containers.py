@@ -38,8 +38,8 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     root = _hdf5_file(file)
     name = _dataset_name(root, file, inside.strip("/"))
     data = root[name]
-    if not data.shape or not data.size:
-        raise refuse(f"{file}:/{name}", f"it has no voxels (its shape is {data.shape})", "write or export it again")
+    if not data.shape:
+        raise refuse(f"{file}:/{name}", f"it has no voxels: its shape is {data.shape}", "choose another dataset")
     files = sorted({file, *_files_of(data, set())})
     names = axis_letters(_hdf5_names(data), data.shape)
     lead = min(map(names.find, "ZYX"))
@@ -51,7 +51,7 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     def get(index: tuple[Any, ...]) -> NDArray[Any]:
         nonlocal root, data
         voxels: NDArray[Any] = data[index]
-        if most and (there := len(os.listdir("/proc/self/fd"))) > most // 2:
+        if most > 0 and (there := len(os.listdir("/proc/self/fd"))) > most // 2:
             # HDF5 keeps the parts of a virtual dataset open, and reads zeros if it cannot open more.
             if there > most - 16:
                 raise refuse(file, f"a slice needs more than the {most} files that may be open", "raise ulimit -n")
@@ -140,12 +140,10 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
             raw = Path(prefix, name).absolute()
             due, left = offset + min(size, left), left - min(size, left)
             if not raw.is_file() or raw.stat().st_size < due:
-                remedy = (
-                    f"restore it, or set HDF5_EXTFILE_PREFIX to its folder (now {prefix or 'the working directory'})"
-                )
+                remedy = "restore it, or set HDF5_EXTFILE_PREFIX to its folder"
                 raise refuse(where, f"its raw file {raw} is missing or shorter than {due} bytes", remedy)
             yield raw
-    elif not data.id.get_storage_size():
+    elif data.size and not data.id.get_storage_size():
         raise refuse(where, "nothing was ever written to it: no block is stored", "finish or repeat the recording")
     elif data.chunks:
         there = data.id.get_num_chunks()
@@ -237,9 +235,7 @@ def open_n5(folder: Path, inside: str) -> Stored:
     parents = takewhile(lambda each: each != folder.parent, (path, *path.parents))
     attributes = [_attributes(each) for each in parents]
     data = _tensorstore(path.resolve(), attributes[0])
-    if not all(data.shape):
-        raise refuse(path, f"it has no voxels (its shape is {data.shape})", "write or export it again")
-    if not any(each.is_file() for each in path.glob("/".join(["[0-9]*"] * len(data.shape)))):
+    if all(data.shape) and not any(each.is_file() for each in path.glob("/".join(["[0-9]*"] * len(data.shape)))):
         raise refuse(path, "no block of it is stored", "copy the blocks, or correct the path")
     data, dtype = data.T, np.dtype(data.dtype.numpy_dtype)
     names = axis_letters(_n5_names(attributes[0]), data.shape)
@@ -271,6 +267,12 @@ def _n5_datasets(folder: Path) -> Iterator[Path]:
 
 def _tensorstore(path: Path, about: dict[str, Any]) -> Any:
     """Open the dataset in a folder, hiding optional attributes, because tensorstore refuses malformed ones."""
+    codec = about.get("compression")
+    codec = codec.get("type") if isinstance(codec, dict) else codec
+    if codec not in ("raw", "gzip", "bzip2", "xz", "blosc", "zstd"):
+        raise refuse(
+            path, f"tensorstore cannot decode its blocks, compressed with {codec}", "store it with gzip or zstd"
+        )
     library = import_module("tensorstore")
     context, memory = library.Context(), {"driver": "memory", "path": "attributes.json"}
     needed = {key: about.get(key) for key in ("dimensions", "blockSize", "dataType", "compression")}
@@ -320,5 +322,5 @@ def _n5_voxel_size(attributes: Sequence[dict[str, Any]], level: str, names: str)
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Extend chunks along the last axis so that a read is worth its overhead."""
-    many = max(1, _UNIT_BYTES // (math.prod(chunks) * dtype.itemsize))
+    many = max(1, _UNIT_BYTES // max(1, math.prod(chunks) * dtype.itemsize))
     return (*chunks[:-1], min(shape[-1], chunks[-1] * many))

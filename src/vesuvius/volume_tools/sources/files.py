@@ -201,5 +201,7 @@ def open_npy(file: Path) -> Stored:
         read = {(1, 0): npy.read_array_header_1_0}.get(npy.read_magic(stream), npy.read_array_header_2_0)
         shape, is_fortran, dtype = read(stream)
         start = stream.tell()
+    if dtype.hasobject:
+        raise refuse(file, "it holds Python objects, not voxels", "save an array of numbers")
     step = -1 if is_fortran else 1
     return contiguous(file, default_axes(shape)[::step], shape[::step], dtype, start)
