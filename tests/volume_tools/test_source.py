@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[Any, str, str]] = {
     "0 rows, npy": (
         lambda folder: np.save(folder / "v.npy", np.zeros((3, 0, 4), order="F")), "v.npy", "it has no voxels"
     ),
-    "objects, npy": (lambda folder: np.save(folder / "v.npy", np.array([[[None]]])), "v.npy", "it holds Python objects"),
+    "objects, npy": (lambda folder: np.save(folder / "v.npy", np.array([None])), "v.npy", "it holds Python objects"),
     "a single number, npy": (lambda folder: np.save(folder / "v.npy", 3), "v.npy", "not Z, Y, X once each"),
 }  # fmt: skip
 

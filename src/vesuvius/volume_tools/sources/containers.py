@@ -234,7 +234,7 @@ def open_n5(folder: Path, inside: str) -> Stored:
     (path,) = found
     parents = takewhile(lambda each: each != folder.parent, (path, *path.parents))
     attributes = [_attributes(each) for each in parents]
-    data = _tensorstore(path.resolve(), attributes[0])
+    data = _tensorstore(path, attributes[0])
     if all(data.shape) and not any(each.is_file() for each in path.glob("/".join(["[0-9]*"] * len(data.shape)))):
         raise refuse(path, "no block of it is stored", "copy the blocks, or correct the path")
     data, dtype = data.T, np.dtype(data.dtype.numpy_dtype)
@@ -270,14 +270,12 @@ def _tensorstore(path: Path, about: dict[str, Any]) -> Any:
     codec = about.get("compression")
     codec = codec.get("type") if isinstance(codec, dict) else codec
     if codec not in ("raw", "gzip", "bzip2", "xz", "blosc", "zstd"):
-        raise refuse(
-            path, f"tensorstore cannot decode its blocks, compressed with {codec}", "store it with gzip or zstd"
-        )
+        raise refuse(path, f"tensorstore cannot decode its blocks, compressed with {codec}", "store them with gzip")
     library = import_module("tensorstore")
     context, memory = library.Context(), {"driver": "memory", "path": "attributes.json"}
     needed = {key: about.get(key) for key in ("dimensions", "blockSize", "dataType", "compression")}
     library.KvStore.open(memory | {"path": ""}, context=context).result()["attributes.json"] = json.dumps(needed)
-    layers = [{"base": {"driver": "file", "path": f"{path}/"}}, {"base": memory, "exact": "attributes.json"}]
+    layers = [{"base": {"driver": "file", "path": f"{path.resolve()}/"}}, {"base": memory, "exact": "attributes.json"}]
     spec = {"driver": "n5", "kvstore": {"driver": "kvstack", "layers": layers}}
     return library.open(spec, read=True, context=context).result()
 
