@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 T = TypeVar("T")
@@ -45,28 +45,17 @@ def _run(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ..
         del future  # breaks the cycle future -> error -> traceback -> this frame
 
 
-class _Renewable(Protocol):
-    def renew(self) -> None: ...
+_renewed = WeakSet[Any]()
+os.register_at_fork(after_in_child=lambda: [owner.renew() for owner in list(_renewed)])
 
 
-_renewed = WeakSet[_Renewable]()
-
-
-def renew_after_fork(owner: _Renewable) -> None:
-    """Call `renew`, which makes an object's locks and threads, now and in each forked child.
+def renew_after_fork(owner: Any) -> None:
+    """Call `owner.renew`, which makes its locks and threads, now and in each forked child.
 
     In a child threads are missing, and locks that they held stay locked.
     """
     owner.renew()
     _renewed.add(owner)
-
-
-def _renew_all() -> None:
-    for owner in list(_renewed):
-        owner.renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)
 
 
 class Pool:
@@ -101,10 +90,11 @@ class Pool:
         except Empty:
             if next(self._starts) < self._size:
                 thread = threading.Thread(target=_serve, args=(self._calls, self._idle), name=self._name, daemon=True)
-                self.threads.append(thread)
                 thread.start()
-        if self._closed:
+                self.threads.append(thread)
+        if self._closed:  # meanwhile
             future.cancel()
+            self._calls.put(None)
         return future
 
     def close(self) -> None:

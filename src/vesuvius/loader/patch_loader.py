@@ -225,7 +225,7 @@ class PatchLoader(Iterable[PatchBatch]):
                 raise
             self._num_batches, self._continues = self._num_batches + 1, False
             loop.turn = self._num_batches
-            loop.samples += self._samples_per_batch
+            loop.samples += self._options.batch_size * self._job.world
             self._in_epoch = loop.samples
             return batch
 
@@ -293,12 +293,8 @@ class PatchLoader(Iterable[PatchBatch]):
         self._options = self._feed.options = replace(self._options, **changes)  # also after an error or `close`
 
     @property
-    def _samples_per_batch(self) -> int:
-        return self._options.batch_size * self._job.world
-
-    @property
     def _samples_per_epoch(self) -> int | None:
-        return None if self._length is None else self._length * self._samples_per_batch
+        return None if self._length is None else self._length * self._options.batch_size * self._job.world
 
     def _in_epoch_now(self) -> int:
         """Return the samples delivered in the current epoch, 0 if it is over: that of the last batch, or, if its loop
