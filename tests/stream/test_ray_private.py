@@ -10,6 +10,8 @@ import os
 import platform
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -184,3 +186,51 @@ def test_the_replaced_functions_exist_in_ray() -> None:
         worker.print_to_stdstream({"lines": ["a line"]}, False)
     assert taken == [["a line"]]
     assert worker.print_to_stdstream is before
+
+
+EQUAL_HOST_NAMES = """
+import os, sys
+from pathlib import Path
+from vesuvius.stream.ray import private
+from vesuvius.stream.reading.reading_log import ReadingLogWriter, node_name, remove_ended_logs
+import ray
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 2**27})
+ray.init(cluster.address, log_to_driver=False)
+alone = private.unique_node_name()
+cluster.add_node(num_cpus=1, object_store_memory=2**27, resources={"other": 1})
+cluster.wait_for_nodes()
+folder = Path(sys.argv[1])
+
+@ray.remote
+class Reader:
+    def __init__(self):
+        node_name(private.unique_node_name())
+        self.log = ReadingLogWriter(folder, "an actor")
+    def about(self):
+        return os.getpid(), node_name()
+
+head = ray.get_runtime_context().get_node_id()
+on_head = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(head, soft=False)
+here, there = Reader.options(scheduling_strategy=on_head).remote(), Reader.options(resources={"other": 1}).remote()
+(pid, name), (other_pid, other_name) = ray.get([here.about.remote(), there.about.remote()])
+node_name(private.unique_node_name())
+assert "(" not in alone and name == node_name() != other_name != alone, (alone, name, other_name)
+assert [each.pid for each in remove_ended_logs(folder)] == [pid]
+ray.kill(there)
+while not private.worker_exits(other_pid, other_name): pass
+assert private.worker_exits(other_pid, name) == []
+assert private.worker_exits(other_pid, alone), "a node that had the name for itself"
+remove_ended_logs(folder)
+assert len(list(folder.iterdir())) == 2, "the other node's logs are not ours to remove"
+print("right", flush=True)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_nodes_with_equal_host_names_are_told_apart(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EQUAL_HOST_NAMES, str(tmp_path)]
+    patient = os.environ | {"RAY_raylet_start_wait_time_s": "150"}
+    done = subprocess.run(command, env=patient, capture_output=True, text=True, timeout=240, check=False)
+    assert "right" in done.stdout, done.stderr

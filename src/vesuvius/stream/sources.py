@@ -12,7 +12,7 @@ from vesuvius.plan.plan import Task
 from vesuvius.stream.options import StreamOptions, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.reading_log import TrainerReadingMarker
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
 from vesuvius.stream.reading.resident import Resident
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Sources:
 
     def _start_ray(self, job: ReaderJob, options: StreamOptions, tasks: Iterable[Task]) -> Regions:
         # Ray takes a second to import and is not needed with workers: 0
+        from vesuvius.stream.ray.private import unique_node_name
         from vesuvius.stream.ray.regions import RayRegions
         from vesuvius.stream.ray.session import Session
 
@@ -59,6 +60,7 @@ class Sources:
                 if threading.main_thread().is_alive():  # else Ray ends with the interpreter
                     self.end_ray()
                 raise ConfigError("The stream was closed while Ray started; open another PatchStream")
+        node_name(unique_node_name())
         return RayRegions(job, tasks, options, self._on_spill, self._on_death)
 
     @property

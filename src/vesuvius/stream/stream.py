@@ -6,7 +6,6 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -37,7 +36,7 @@ from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
 from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
-from vesuvius.stream.reading.reading_log import TrainerReadingMarker
+from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.sources import Sources
 from vesuvius.threads import before_exit, end_later
@@ -244,8 +243,8 @@ class PatchStream(Iterator[Batch]):
 
     def local_readers(self) -> frozenset[int]:
         """Pids of the reader processes on this machine; they are children of this process only if it started Ray."""
-        host = socket.gethostname()
-        return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
+        here = node_name()
+        return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == here)
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process by pid, as last reported."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,8 +34,20 @@ from vesuvius.errors import one_line
 __all__ = ["ExecutionCallback"]
 
 
+def unique_node_name() -> str:
+    """Host name of this machine, with Ray's id of the node if another node of the cluster has the same."""
+    host, own_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alike = sum(each["Alive"] and each["NodeManagerHostname"] == host for each in nodes)
+    return _node_names(host, own_id)[alike > 1]
+
+
+def _node_names(host: str, node_id: str) -> tuple[str, str]:
+    return host, f"{host} ({node_id[:8]})"
+
+
 def worker_exits(pid: int, node: str) -> list[dict[str, Any]]:
-    """Return how the processes with this pid on this host ended, from Ray's table of workers.
+    """Return how the processes with this pid on this node (`unique_node_name`) ended, from Ray's table of workers.
 
     Blocks forever if the cluster's head is gone.
 
@@ -45,8 +58,8 @@ def worker_exits(pid: int, node: str) -> list[dict[str, Any]]:
     rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
     table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
     names = common_pb2.WorkerExitType.Name  # type: ignore[attr-defined]
-    nodes = [each for each in ray.nodes() if each["NodeManagerHostname"] == node]  # type: ignore[no-untyped-call]
-    node_ids = {bytes.fromhex(each["NodeID"]) for each in nodes}
+    nodes = {each["NodeID"]: each["NodeManagerHostname"] for each in ray.nodes()}  # type: ignore[no-untyped-call]
+    node_ids = {bytes.fromhex(each) for each, host in nodes.items() if node in _node_names(host, each)}
     return [
         {"exit_type": names(row.exit_type), "exit_detail": _detail(row.exit_detail), "exit_time": row.end_time_ms / 1e3}
         for row in table

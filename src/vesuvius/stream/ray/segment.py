@@ -28,6 +28,7 @@ from vesuvius.stream.events import DEATHS_MAX
 from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, readers_are_local, store_peak_bytes
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
+from vesuvius.stream.reading.reading_log import node_name
 from vesuvius.threads import on_thread
 
 # The next segment's readers start when the remaining tasks of this one last this long at the current pace, but not
@@ -50,6 +51,7 @@ class RayReader:
     def __init__(self, job: list[Any]) -> None:
         blosc.set_nthreads(1)  # threads in several reader processes would only contend
         actor = ray.get_runtime_context().get_actor_id() or ""
+        node_name(private.unique_node_name())
         self._reader = Reader(ray.get(job[0]), READER_RING, actor)
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:

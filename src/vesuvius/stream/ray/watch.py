@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 from vesuvius.errors import one_line
 from vesuvius.stream.ray import private
-from vesuvius.stream.reading.reading_log import ReadingLog, read_logs, remove_ended_logs
+from vesuvius.stream.reading.reading_log import ReadingLog, node_name, read_logs, remove_ended_logs
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class ReaderWatch:
                 return
             self._known.add((actor, pid))
         reading = next((each for each in read_logs(self._log_dir) if (each.actor, each.pid) == (actor, pid)), None)
-        self._on_death(*describe_death(pid, node, exit_of(pid, node), reading))
+        host = socket.gethostname() if node == node_name() else node  # post-mortems query this machine by its host name
+        self._on_death(*describe_death(pid, host, exit_of(pid, node), reading))
 
     def _run(self) -> None:
         failing = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
-from vesuvius.stream.reading.reading_log import crashed_chunks, open_reading_log
+from vesuvius.stream.reading.reading_log import crashed_chunks, node_name, open_reading_log
 from vesuvius.threads import Pool
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
@@ -267,7 +266,7 @@ class Reader:
         damage, self._new_damage = self._new_damage, []
         return BlockReport(
             pid=os.getpid(),
-            node=socket.gethostname() if self._actor else "",
+            node=node_name() if self._actor else "",
             actor=self._actor,
             began=self._began,
             rss_anon_bytes=_rss_anon_bytes(),

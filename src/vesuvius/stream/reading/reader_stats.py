@@ -50,7 +50,7 @@ class BlockReport:
 class ReaderStats:
     """Statistics of one reader process."""
 
-    node: str = ""  # host name of its machine
+    node: str = ""  # `node_name` of its machine
     # private memory, and its peak; None if unknown (not Linux)
     rss_anon_bytes: int | None = None
     rss_anon_peak_bytes: int | None = None

@@ -36,12 +36,21 @@ _SIZE = 2**14  # of the object, padded with blanks
 _FATAL = "Fatal Python error: "
 
 
+_node = [socket.gethostname()]
+
+
+def node_name(name: str = "") -> str:
+    """Name of this machine, which tells local readers from others; sets it if given: host names may be equal."""
+    _node[0] = name or _node[0]
+    return _node[0]
+
+
 @dataclass(frozen=True)
 class ReadingLog:
     """State of a reader when it last wrote its log."""
 
     pid: int
-    node: str  # host name
+    node: str  # `node_name` of its machine
     actor: str  # id of its Ray actor
     # volume and chunk being decoded; None between two regions
     volume: str | None = None
@@ -63,7 +72,7 @@ class ReadingLogWriter:
         self._file = (folder / f"{time.time_ns()}-{uuid.uuid4().hex}.note").open("w+b", buffering=0)
         self._file.write(b" " * _SIZE)  # allocates the space on disk; a full disk would kill a write to the mapping
         self._page = mmap.mmap(self._file.fileno(), _SIZE)
-        self._fields = asdict(ReadingLog(os.getpid(), socket.gethostname(), actor))
+        self._fields = asdict(ReadingLog(os.getpid(), node_name(), actor))
         del self._fields["path"], self._fields["crash"]
         self._lock = threading.Lock()  # two threads log chunks and outages
         self._write()
@@ -147,7 +156,7 @@ def remove_ended_logs(folder: Path) -> list[ReadingLog]:
 
     Raises OSError.
     """
-    local = [each for each in read_logs(folder) if each.node == socket.gethostname()]
+    local = [each for each in read_logs(folder) if each.node == node_name()]
     ended = {each.path for each in local if not psutil.pid_exists(each.pid)}
     for each in read_logs(folder):  # their final state
         if each.path in ended and each.crash is None:
