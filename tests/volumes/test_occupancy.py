@@ -199,12 +199,12 @@ def test_a_plan_on_a_web_server_needs_a_sidecar(server: ChunkServer, tmp_path: P
 
 
 def counted_by_hand(coarse: Voxels, threshold: float, merged: tuple[int, ...]) -> Voxels:
-    """Share of each cell of `merged` coarse voxels above the threshold, in 255ths, halves rounded up."""
+    """Share of each cell of `merged` coarse voxels above the threshold, in 255ths, rounded up."""
     counts = [-(-size // m) for size, m in zip(coarse.shape, merged, strict=True)]
     shares = np.zeros(counts, np.uint8)
     for cell in np.ndindex(*counts):
         part = coarse[tuple(slice(i * m, (i + 1) * m) for i, m in zip(cell, merged, strict=True))]
-        shares[cell] = int(255 * (part > threshold).sum() / part.size + 0.5)
+        shares[cell] = -(-255 * int((part > threshold).sum()) // part.size)
     return shares
 
 

@@ -152,7 +152,11 @@ class DataConfig(Section):
         default=None, description="voxels (z, y, x) read at once; null = from chunks and patch"
     )
     min_foreground: float = Field(
-        default=0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="minimum share of foreground in every patch (an estimate for masks of more than 2^30 voxels); "
+        "0 = patches from everywhere",
     )
     foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="definition of foreground")
     missing_chunk: Literal["air", "error"] = Field(

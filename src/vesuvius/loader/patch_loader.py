@@ -68,8 +68,9 @@ class PatchLoader(Iterable[PatchBatch]):
             and translation align it with the volume.
         label_dtype: dtype of labels on the device; None = int64 for integers and bool, as stored for floats.
         mask: a volume for each of `volumes` whose nonzero voxels are foreground.
-        min_foreground: minimum share of foreground in each patch: of the mask or, without one, of the stored chunks.
-            None = 0.5 with a mask, else 0: patches from everywhere.
+        min_foreground: minimum share of foreground in each patch: of the mask's voxels (estimated, with a warning, if
+            they are more than 2^30) or, without one, of the stored chunks.  None = 0.5 with a mask, else 0: patches
+            from everywhere.
         normalize: True = map the 0.5th and 99.5th percentile of each volume linearly to -1 and +1, without clipping;
             (low, high) = map these instead; False = intensities as stored.
         augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in

@@ -1,7 +1,8 @@
-"""Finds the starts with enough foreground on a coarse map of the volume, without reading it.  Pure.
+"""Finds the starts with enough foreground on a map of the volume, without reading it.  Pure.
 
-The foreground of a patch is counted in 255ths of a voxel, sum(fraction x overlap of patch and map cell), an integer
-below 2^52, so float64 sums it without rounding.
+The foreground of a patch is the number of foreground voxels that it holds.  If the map has only cells, it is counted in
+255ths of a voxel, sum(fraction x overlap of patch and map cell), an integer below 2^52, so float64 sums it without
+rounding: exact for stored chunks, an estimate for cells that are partly foreground.
 
 Qualifying starts are drawn by rejection sampling: a random block from the list of all blocks of starts that may hold
 one, and a random start in it, until one qualifies.  Blocks without one only cost time; every qualifying start is
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box, grid_shape, shape_of, triple
+from vesuvius.volumes.box import Box, box_at, grid_shape, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
 _FULL = 255
@@ -32,6 +33,7 @@ _DRAWS_MAX = 2**20
 # longer lists are those of large volumes, in which most blocks are entirely foreground.
 _ACCEPTED = 1 / 8
 _TRIALS = 256
+_COUNTED_MAX = 2**15  # single starts that are all tested
 _REFINED_MAX = 200_000
 _GATHERED_MAX = 2**22  # map values that a refinement gathers at once: 32 MiB
 
@@ -55,8 +57,9 @@ class QualifyingStarts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the map and of the list of blocks."""
-        return self.map.fraction.nbytes + self.blocks.nbytes
+        """Bytes of the map, its voxels and the list of blocks."""
+        voxels = self.map.voxels.bits.nbytes if self.map.voxels else 0
+        return self.map.fraction.nbytes + voxels + self.blocks.nbytes
 
     @cached_property
     def hash(self) -> str:
@@ -122,10 +125,11 @@ class QualifyingStarts:
     def _bounds(self, blocks: NDArray[np.intp]) -> NDArray[np.float64]:
         """Upper bound, for each block (n, 3), on the foreground of patches that start in it, in 255ths of a voxel.
 
-        Each map cell counts with its largest overlap with any of those patches.  Exact if a block is one start.
+        Each map cell counts with its largest overlap with any of those patches, or completely if its foreground may lie
+        anywhere in it.
         """
         axes = [
-            _reach(lo, hi, edge, patch, cell, counted)
+            _reach(lo, hi, edge, patch, cell, counted, self.map.voxels is not None)
             for lo, hi, edge, patch, cell, counted in zip(
                 *self.starts, self.edge_zyx, self.patch_zyx, self.map.cell_zyx, self.map.fraction.shape, strict=True
             )
@@ -141,7 +145,12 @@ class QualifyingStarts:
 
 
 def patch_sum(foreground: ForegroundMap, start_zyx: Triple, patch_zyx: Triple) -> int:
-    """Return the foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel."""
+    """Return the foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel.
+
+    Counted if the map has voxels; else the sum of its cells' shares, which is exact for stored chunks.
+    """
+    if foreground.voxels is not None:
+        return _FULL * foreground.voxels.count(box_at(start_zyx, patch_zyx))
     cells, overlap = zip(*map(_overlap, start_zyx, patch_zyx, foreground.cell_zyx), strict=True)
     z, y, x = overlap
     total: float = foreground.fraction[cells] @ x @ y @ z
@@ -155,7 +164,7 @@ def qualifying_starts(
 
     Blocks are about as large as `cell_zyx`, the largest cell of the plan.
     """
-    bright = -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
+    bright = 1 if foreground.voxels else -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
     edges = triple(2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
     brightest = foreground.fraction
     for axis, (lo, hi, edge, patch, cell) in enumerate(
@@ -176,6 +185,9 @@ def qualifying_starts(
                 return None
             return qualifying
         qualifying = qualifying.refined()
+        if max(qualifying.edge_zyx) == 1 and len(qualifying.blocks) <= _COUNTED_MAX:
+            counted = [position for position in range(len(qualifying.blocks)) if qualifying.at(position)]
+            qualifying = replace(qualifying, blocks=qualifying.blocks[counted])
     return qualifying if len(qualifying.blocks) else None
 
 
@@ -191,7 +203,7 @@ def _index_type(counts: Sequence[int]) -> type[np.unsignedinteger[Any]]:
 
 
 def _reach(
-    lo: int, hi: int, edge: int, patch: int, cell: int, counted: int
+    lo: int, hi: int, edge: int, patch: int, cell: int, counted: int, anywhere: bool
 ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """Return, for each block along an axis, the map cells that its patches touch and the maximum overlap with each.
 
@@ -201,7 +213,7 @@ def _reach(
     last = np.minimum(first + edge, hi) - 1  # last start
     cells = (first // cell)[:, None] + np.arange(int(((last + patch - 1) // cell - first // cell).max()) + 1)
     overlap = np.minimum(last[:, None] + patch - cells * cell, (cells + 1) * cell - first[:, None])
-    overlap = overlap.clip(0, min(patch, cell))
+    overlap = np.where(overlap > 0, cell, 0) if anywhere else overlap.clip(0, min(patch, cell))
     return np.minimum(cells, counted - 1), overlap.astype(np.float64)
 
 

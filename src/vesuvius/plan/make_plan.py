@@ -202,8 +202,8 @@ def plan_volume(
     qualifying = qualifying_starts(foreground, starts, patch, min_foreground, cells.largest_zyx)
     if qualifying is None:
         raise DataError(
-            f"No patch with data.min_foreground={min_foreground:g} of foreground among {cells.num_starts} starts in "
-            f"{name}; lower it, or check data.foreground and the mask"
+            f"No patch with data.min_foreground={min_foreground:g} of foreground was found among {cells.num_starts} "
+            f"starts in {name}; lower it, or check data.foreground and the mask"
         )
     return replace(planned, foreground=qualifying)
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
-from vesuvius.volumes.alignment import Alignment, log_alignment
-from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, slices, times, triple
+from vesuvius.volumes.alignment import ONES, Alignment, log_alignment
+from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import Volume, open_volume
@@ -38,7 +38,33 @@ _PROBES = 16
 
 Bools = NDArray[np.bool_]
 _CELLS_MAX = 64_000_000
+_VOXELS_MAX = 2**30  # of an array whose foreground is counted in each patch: 128 MiB
 _BLOCK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class ForegroundVoxels:
+    """Which voxels of an array are foreground, a bit each: what a patch holds can be counted."""
+
+    alignment: Alignment
+    bits: NDArray[np.uint8]  # (nz, ny, ceil(nx / 8))
+
+    def count(self, box: Box) -> int:
+        """Number of foreground voxels in a box of the volume; 0 where the array does not cover it."""
+        ends = intersection(box, self.alignment.covered)
+        if any(lo >= hi for lo, hi in zip(*ends, strict=True)):
+            return 0
+        rows = (self.alignment.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*ends, strict=True)))
+        # each voxel of the array, and to how many planes of the box it belongs
+        (z, nz), (y, ny), (x, nx) = (np.unique(row, return_counts=True) for row in rows)
+        first, last = int(x[0]), int(x[-1])
+        found = self.bits[z[:, None], y, first // 8 : last // 8 + 1]
+        if self.alignment.factors != ONES:
+            voxels = np.unpackbits(found, axis=-1)[..., x - first // 8 * 8]
+            return int(voxels @ nx.astype(np.float64) @ ny @ nz)
+        found[..., 0] &= 255 >> first % 8
+        found[..., -1] &= 255 << 7 - last % 8 & 255
+        return int(np.bitwise_count(found).sum(dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +76,7 @@ class ForegroundMap:
     shape_zyx: Triple  # of the volume; cells that extend past it count inner voxels only
     within: Box | None = None  # the part of the volume that the map covers; None = all
     listed: bool = False  # whether its cells are the chunks (or shards) of a listing
+    voxels: ForegroundVoxels | None = None  # of a mask or level that is not too large; fractions are then upper bounds
 
     def __post_init__(self) -> None:
         cells = grid_shape(self.shape_zyx, self.cell_zyx)
@@ -64,6 +91,9 @@ class ForegroundMap:
         """Hash of the cells, their size and the volume's shape."""
         digest = hashlib.sha256(np.array([self.cell_zyx, self.shape_zyx], "<i8").tobytes())
         digest.update(np.ascontiguousarray(self.fraction).data)
+        if self.voxels:
+            digest.update(f"{self.voxels.alignment}".encode())
+            digest.update(self.voxels.bits.data)
         return digest.hexdigest()[:16]
 
     def stored(self, chunk_zyx: Triple) -> NDArray[np.uint8] | None:
@@ -99,7 +129,8 @@ def coarse_map(
     """Map of an array's finite voxels above a threshold (None = all but 0), aligned with the volume.
 
     Streams the array once.  Cells are a quarter of a patch or one voxel of the array, whichever is larger, and grow
-    until there are at most 64 million.
+    until there are at most 64 million.  The voxels of up to 2^30 are kept too, so that patches can be counted exactly;
+    of a larger array, shares are estimated from the cells, with a warning.
 
     Raises DataError: the array cannot be aligned with the volume, or cannot be read.
     """
@@ -111,7 +142,16 @@ def coarse_map(
         if math.prod(counts) <= _CELLS_MAX:
             break
         merged[cell.index(min(cell))] *= 2
-    fraction = np.zeros(counts, np.uint8)
+    fraction, bits = np.zeros(counts, np.uint8), None
+    nz, ny, nx = coarse.shape_zyx
+    if nz * ny * nx <= _VOXELS_MAX:
+        bits = np.zeros((nz, ny, -(-nx // 8)), np.uint8)
+    else:
+        log.warning(
+            "%s has more than %d voxels: the foreground of patches of %s is estimated from the shares of cells of %s "
+            "voxels, so that some hold less than data.min_foreground; a coarser level of it is counted exactly",
+            *(coarse.name, _VOXELS_MAX, volume.name, cell),
+        )
     steps = [step // m for step, m in zip(_block_edges(coarse, merged), merged, strict=True)]
     blocks = list(itertools.product(*(_spans(alignment, axis, cell[axis], steps[axis]) for axis in range(3))))
     boxes = [box_along(voxels for voxels, _, _ in block) for block in blocks]
@@ -122,11 +162,16 @@ def coarse_map(
                 coarse.stage(near)
             voxels = coarse.read(boxes[number])
             foreground = (voxels != 0 if threshold is None else voxels > threshold) & np.isfinite(voxels)
+            if bits is not None:
+                (z, y, (first, _)) = zip(*boxes[number], strict=True)
+                packed = np.packbits(np.pad(foreground, ((0, 0), (0, 0), (first % 8, 0))), axis=-1)
+                bits[slice(*z), slice(*y), first // 8 : first // 8 + packed.shape[-1]] |= packed
             total, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
             for *_, weights in block:  # each product moves the first axis to the end
                 total, sizes = np.tensordot(total, weights, (0, 1)), sizes[0, ..., None] * weights.sum(1)
-            fraction[tuple(cells for _, cells, _ in block)] = (255 * total + sizes // 2) // sizes
-    return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered)
+            fraction[tuple(cells for _, cells, _ in block)] = -(-255 * total // sizes)
+    counted = None if bits is None else ForegroundVoxels(alignment, bits)
+    return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered, voxels=counted)
 
 
 def _spans(
