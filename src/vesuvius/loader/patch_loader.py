@@ -22,10 +22,10 @@ from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeCon
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.loader.device import DeviceFeed, PatchBatch
+from vesuvius.loader.resident import keeps_resident, open_resident
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamChanges, StreamOptions, to_integer
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import IntensityRange, amplified_reads, prepare_data
 from vesuvius.stream.stream import PatchStream, check_process, check_state
 from vesuvius.threads import end_later
@@ -81,7 +81,8 @@ class PatchLoader(Iterable[PatchBatch]):
         length: batches per epoch and rank: what `len` returns and a `for` loop yields; None = endless.
         epochs: the loader is exhausted after `epochs` times `length` batches, over all loops; None = unlimited.
         prefetch_factor: batches assembled ahead per worker.
-        resident: keep the decoded volumes in memory after the first pass.
+        resident: True = keep the decoded volumes in memory after the first pass, one copy for the ranks of a machine,
+            in at most half of the free memory; False = never; None = False, or the number of GiB in a data section.
 
     Attributes:
         intensity_ranges: for each volume the intensities mapped to -1 and +1; empty with `normalize=False`.
@@ -116,7 +117,7 @@ class PatchLoader(Iterable[PatchBatch]):
         length: int | None = None,
         epochs: int | None = None,
         prefetch_factor: int = 2,
-        resident: bool = False,
+        resident: bool | None = None,
     ) -> None:
         if device is not None:
             _device(device)
@@ -137,7 +138,10 @@ class PatchLoader(Iterable[PatchBatch]):
         if epochs is not None and length is None:
             raise ConfigError(f"epochs={epochs} needs the length of an epoch; set length to its number of batches")
         prepared = prepare_data(seed, data)
-        self._job, self._resident = prepared.job, resident
+        self._job, stated = prepared.job, data.resident
+        self._resident = resident if resident is not None else stated != "auto" and stated
+        if self._resident:
+            keeps_resident(self._job, self._resident, empty=True)  # ranks that share a copy fill it meanwhile
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
         if normalize is not False:
@@ -335,7 +339,7 @@ class PatchLoader(Iterable[PatchBatch]):
             first=self._state["sample_index"],
             stop=stop,
             quarantined=self._state["quarantined"],
-            resident=Resident(self._job) if self._resident else None,
+            resident=open_resident(self._job, self._resident),
         )
         self._is_running = True
         if num_closed != self._num_closed:  # by another thread meanwhile

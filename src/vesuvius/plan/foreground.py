@@ -33,7 +33,7 @@ _DRAWS_MAX = 2**20
 # longer lists are those of large volumes, in which most blocks are entirely foreground.
 _ACCEPTED = 1 / 8
 _TRIALS = 256
-_COUNTED_MAX = 2**15  # single starts that are all tested
+_COUNTED_MAX = 2**12  # single starts that are all tested
 _REFINED_MAX = 200_000
 _GATHERED_MAX = 2**22  # map values that a refinement gathers at once: 32 MiB
 
@@ -179,15 +179,15 @@ def qualifying_starts(
     qualifying = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, edges, blocks)
     while len(qualifying.blocks) and qualifying.acceptance_rate() < _ACCEPTED:
         if len(qualifying.blocks) > _REFINED_MAX or max(qualifying.edge_zyx) == 1:
+            if max(qualifying.edge_zyx) == 1 and len(qualifying.blocks) <= _COUNTED_MAX:
+                counted = [position for position in range(len(qualifying.blocks)) if qualifying.at(position)]
+                return replace(qualifying, blocks=qualifying.blocks[counted]) if counted else None
             try:
                 qualifying.draw(np.random.default_rng(0))
             except DataError:
                 return None
             return qualifying
         qualifying = qualifying.refined()
-        if max(qualifying.edge_zyx) == 1 and len(qualifying.blocks) <= _COUNTED_MAX:
-            counted = [position for position in range(len(qualifying.blocks)) if qualifying.at(position)]
-            qualifying = replace(qualifying, blocks=qualifying.blocks[counted])
     return qualifying if len(qualifying.blocks) else None
 
 

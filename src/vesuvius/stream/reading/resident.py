@@ -7,6 +7,7 @@ voxels never enter it, so regions that touch damage are still read and replaced.
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import mmap
 import os
@@ -28,13 +29,17 @@ class Resident:
     """The copy, of one process or shared by all ranks of a machine: each fills it and cuts from it.
 
     `address` is that of another process's copy on this machine; None creates a new one.  `sharers` ranks fill it
-    together.  Raises OSError: not enough memory, or no copy at this address.
+    together.  `name` identifies the content.  Raises OSError: not enough memory, or no copy of it at this address.
     """
 
     def __init__(self, job: ReaderJob, address: str | None = None, sharers: int = 1) -> None:
         # An anonymous file: freed with the last process that holds it, even if killed, and not limited by /dev/shm.
-        self._file = os.memfd_create("vesuvius-resident") if address is None else os.open(address, os.O_RDWR)
+        content = f"{job.plan.hash} {job.data.model_dump_json()}"
+        self.name = f"vesuvius-resident-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        self._file = os.memfd_create(self.name) if address is None else os.open(address, os.O_RDWR)
         try:
+            if address is not None and self.name not in os.readlink(self.address):
+                raise OSError(f"{address} is not a copy of these volumes")
             if address is None:
                 os.ftruncate(self._file, self.size_bytes(job))
             memory = mmap.mmap(self._file, self.size_bytes(job))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from vesuvius.config import Config
+from vesuvius.loader.resident import ram_limit
 from vesuvius.runlog.units import format_size
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, MemoryPlan, max_indexable_batch, plan_memory
-from vesuvius.training.forecast.run_plan import num_local_ranks, ram_limit
+from vesuvius.training.forecast.run_plan import num_local_ranks
 from vesuvius.training.step.setup import choose_device, resolve_amp
 
 VRAM_SHARE = 0.92

@@ -16,8 +16,8 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.errors import GpuMemoryError, one_line
-from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
-from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.loader.resident import RESIDENT_SHARE, ram_limit
+from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.monitor.probes.vram import read_vram
 from vesuvius.runlog.units import GIB, format_size
 from vesuvius.stream.feeder import BATCHES_IN_USE
@@ -55,7 +55,6 @@ _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 _STORE_HOLES = 0.125
 
 _WARN_SHARE = 0.8
-_RESIDENT_SHARE = 0.5
 _NOT_HERE = "--vram-gib"
 
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -192,7 +191,7 @@ def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[in
         return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
     readers = ranks * sum(item.size_bytes for item in _readers(config, data))
-    if need + readers > _RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
+    if need + readers > RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
         return 0, f"{volumes} and their readers would take more than half of the free memory"
     return need, ""
 
@@ -210,12 +209,6 @@ def num_local_ranks(config: Config) -> int:
     if config.cluster.address is not None:
         return 1
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
-
-
-def ram_limit(configured_gib: float | None) -> MemoryLimit:
-    """The smallest of machine memory, cgroup limits and `monitor.ram_limit_gib`."""
-    limits = MemoryPolicy(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
-    return tightest(sample_system(os.getpid()), limits)
 
 
 def _readers(config: Config, data: PreparedData) -> list[RamItem]:
