@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +67,8 @@ def _rank(rank: int, path: str, address: str, results: Any) -> None:
     with load(Path(path), resident=True) as loader:
         seen = [batch.image.numpy() for batch in loader]
         torch.distributed.barrier()
-        copies = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()]
         mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "resident" in line}
-        results.put((rank, np.concatenate(seen), sum("vesuvius-resident" in each for each in copies), mapped))
+        results.put((rank, np.concatenate(seen), mapped))
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -87,8 +85,8 @@ def test_the_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    assert found[0][2] == found[1][2]
-    assert len(found[0][2]) == found[0][1] == found[1][1] == 1
+    assert found[0][1] == found[1][1]
+    assert len(found[0][1]) == 1
     with load(path, rank=0, world=1) as alone:
         every = np.concatenate([batch.image.numpy() for _ in range(2) for batch in alone])
     np.testing.assert_array_equal(found[0][0], every[0::2])
