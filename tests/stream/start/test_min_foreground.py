@@ -148,9 +148,10 @@ def test_a_share_that_no_patch_holds_is_refused(tmp_path: Path) -> None:
     mask = a_blob()
     best = float(held(mask).max())
     path = write_array(tmp_path / "mask.zarr", mask, 16)
-    assert plan_of(tmp_path, path, best).sample(0)
-    with pytest.raises(DataError, match=r"No patch with data.min_foreground=\S+ of foreground was found among 7225"):
-        plan_of(tmp_path, path, best + 1 / 1152)
+    plan = plan_of(tmp_path, path, best)
+    assert plan.sample(0)
+    with pytest.raises(DataError, match=r"No patch with data.min_foreground=\S+ of foreground was found among 8075"):
+        plan_of(tmp_path, path, best + 1 / 1152, tmp_path / "v.zarr")
 
 
 def test_a_mask_too_large_to_be_counted_is_estimated_with_a_warning(

@@ -60,7 +60,7 @@ def volume(
     spec = ArrayConfig(path="volumes/a b: c.zarr")
     known = Occupancy(present, 100, "chunks", "listing" if present is not None else None)
     all_levels = tuple(map(level, range(levels)))
-    facts = VolumeFacts(spec, None, None, 2, None, (0, 1, 2), all_levels, {}, all_levels[0], "blosc", known, None)
+    facts = VolumeFacts(spec, None, None, 2, None, (0, 1, 2), all_levels, {}, {}, all_levels[0], "blosc", known, None)
     return replace(facts, **changes)
 
 
