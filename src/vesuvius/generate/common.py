@@ -195,6 +195,17 @@ class ProgressReporter:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes on one thread, so in the same order of summation on every machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def translate_gpu_oom(batch_size: int) -> Iterator[None]:
     """Translate torch's out-of-memory error into one with a remedy."""
     try:

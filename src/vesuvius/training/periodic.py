@@ -20,7 +20,7 @@ from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StoppedError
-from vesuvius.training.validation.preview import make_preview
+from vesuvius.training.validation.pictures import make_preview
 from vesuvius.training.validation.validation import Reference, validate
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vesuvius.generate.evaluate.features import _squared_distances, kernel_scores, patch_features
-from vesuvius.generate.evaluate.two_sample import area_under_curve
+from vesuvius.generate.evaluate.classifiers import _squared_distances, area_under_curve, kernel_scores, patch_features
 
 
 def of_patches(patches: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vesuvius.generate.evaluate.two_sample import Patches, area_under_curve, two_sample_scores
+from vesuvius.generate.evaluate.classifiers import Patches, area_under_curve, two_sample_scores
 
 
 def two_sample_auc(real: tuple[Patches, Patches], generated: tuple[Patches, Patches], **options: int) -> float:

@@ -14,9 +14,16 @@ from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.common import ProgressReporter
-from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.tasks import Blocks, TaskRunner, VolumeJob, VolumeSampler, active_blocks, run_locally
+from vesuvius.generate.volume.tasks import (
+    BlockArray,
+    Blocks,
+    TaskRunner,
+    VolumeJob,
+    VolumeSampler,
+    active_blocks,
+    run_locally,
+)
 from vesuvius.generate.volume.tiling import Pass, Tiling, advance, block_noise, correct_known, overlap_slices
 from vesuvius.volumes.box import Box, shape_of, slices
 

@@ -31,9 +31,15 @@ from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.common import ProgressReporter
 from vesuvius.generate.volume import ray_workers
-from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.run import state_bytes
-from vesuvius.generate.volume.tasks import State, VolumeJob, VolumeSampler, active_blocks, delete_unflushed_tiles
+from vesuvius.generate.volume.tasks import (
+    BlockArray,
+    State,
+    VolumeJob,
+    VolumeSampler,
+    active_blocks,
+    delete_unflushed_tiles,
+)
 from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, make_passes
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices

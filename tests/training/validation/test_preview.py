@@ -21,8 +21,7 @@ from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.step.feed import Conditioner
-from vesuvius.training.validation.pictures import GAP, LINE
-from vesuvius.training.validation.preview import make_preview
+from vesuvius.training.validation.pictures import GAP, LINE, make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
 from vesuvius.training.validation.validation import Reference
 
@@ -149,7 +148,7 @@ def test_non_finite_values_are_shown_and_reported_without_distances(
         return x_0
 
     record = preview(tmp_path, denoise=broken)
-    (warning,) = [record for record in caplog.records if record.name == "vesuvius.training.validation.preview"]
+    (warning,) = [record for record in caplog.records if record.name == "vesuvius.training.validation.pictures"]
     assert warning.levelname == "WARNING"
     assert "512 of 4096 generated voxels are not finite at step 500;" in warning.getMessage()
     generated = columns_of(pixels(tmp_path))[2]

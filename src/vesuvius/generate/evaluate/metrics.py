@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
-from vesuvius.generate.evaluate.features import kernel_scores, patch_features
+from vesuvius.generate.common import one_thread
+from vesuvius.generate.evaluate.classifiers import area_under_curve, kernel_scores, patch_features, two_sample_scores
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_from
-from vesuvius.generate.evaluate.two_sample import area_under_curve, two_sample_scores
 from vesuvius.training.validation.texture import (
     PatchTexture,
     Texture,
@@ -116,9 +116,7 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
     # samples with held-out conditions are compared with the held-out patches
     taught, unseen = (real.sides[0], held_out) if generated.is_conditional else real.sides
     # One thread per core with its own small tensors is twice as fast as torch's threads.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             compared = unseen, taught, generated
             train = partial(two_sample_scores, steps=classifier_steps)
@@ -130,8 +128,6 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
             features = [np.stack(list(pool.map(patch_features, each.values))) for each in compared]
         second = classifier_auc(*compared, features, kernel_scores, ("features_auc", "AUC of fixed features"))
         metrics = _textures(parts, generated.groups(), real.training.groups())
-    finally:
-        torch.set_num_threads(threads)
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
     return Comparison(
         (*metrics, auc.result(), second, copies), {name: combine_textures(each) for name, each in parts.items()}

@@ -65,12 +65,10 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     Raises DataError, and StorageError if the picture cannot be written.
     """
     grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
-    cells, name = [], "generated"
-    if request.labels_out is not None:
-        labels, _ = _volume_slices(request.labels_out, None)
-        cells, name = [MontageCell("labels", labels)], "generated from the labels"
     shown, scale = _volume_slices(request.out, grey)
-    cells.append(MontageCell(name, shown))
+    cells = [MontageCell("generated from the labels" if request.labels_out else "generated", shown)]
+    if request.labels_out is not None:
+        cells.insert(0, MontageCell("labels", _volume_slices(request.labels_out, None)[0]))
     grid = draw_grid(cells, f"{request.out.name}: middle slices", scale, len(cells))
     mark = PngInfo()
     mark.add_text("Software", _SOFTWARE)
@@ -121,22 +119,21 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     assert held_out is not None
     cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
     box = box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
-    with closing(open_volume(spec.condition, data.store)) as volume:
-        labels = volume.read(box)
     given = InputConfig(condition=spec.condition, box=box)
     generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
-    values = []
-    for source, part in ((spec, box), (ArrayConfig(path=str(out)), ((0, 0, 0), shape_of(box)))):
+    whole, found = ((0, 0, 0), shape_of(box)), []
+    for source, part in ((spec, box), (spec.condition, box), (ArrayConfig(path=str(out)), whole)):
         with closing(open_volume(source, data.store)) as volume:
-            values.append(_model_values(volume.read(part), grey))
+            found.append(volume.read(part))
+    real, labels, generated = found
     title = (
         f"{format_sizes(shape_of(box))} voxels after {info.step} steps of training; middle slices across z (top) and "
         "y (bottom)"
     )
     columns = {
-        "real (held out)": values[0],
+        "real (held out)": _model_values(real, grey),
         "labels": labels * (2 / max(1, labels.max())) - 1,
-        "generated from the labels": values[1],
+        "generated from the labels": _model_values(generated, grey),
     }
     scale = Scale.of(info.data.volumes[0].voxel_size_um, _SCALE)
     width = round(labels.shape[2] * scale.pixels_zyx[2])

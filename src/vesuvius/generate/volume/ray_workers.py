@@ -69,8 +69,7 @@ class _Worker:
 
     def run(self, task: Task) -> Task:
         self._runner = self._runner or self._open_runner()
-        self._runner.run(task)
-        return task
+        return self._runner.run(task)
 
 
 def _run(tasks: Iterable[Task], actors: list[Any], check: Callable[[], None]) -> Iterator[Task]:

@@ -28,14 +28,15 @@ from vesuvius.generate.common import (
     OnProgress,
     ProgressReporter,
     base_record,
+    one_thread,
     resolve_checkpoint,
     translate_gpu_oom,
 )
 from vesuvius.generate.sample_zarr import to_grey_values
-from vesuvius.generate.volume.block_array import BlockArray
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.tasks import (
     BLOCKS_PER_GROUP,
+    BlockArray,
     Blocks,
     RunTasks,
     TaskRunner,
@@ -127,13 +128,11 @@ def forecast_volume(request: VolumeRequest) -> str:
         disk = volume.check_space(active)
         network, x = Network(volume.request), torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx))
         estimate = network.estimate_for(None, job.batch_size)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        for _ in range(2):  # the first call is warm-up
-            started = time.monotonic()
-            estimate(x.to(network.device), job.levels[0])[0].sum().item()
-        seconds = time.monotonic() - started
-        torch.set_num_threads(threads)
+        with one_thread():
+            for _ in range(2):  # the first call is warm-up
+                started = time.monotonic()
+                estimate(x.to(network.device), job.levels[0])[0].sum().item()
+            seconds = time.monotonic() - started
         batches, passes = job.num_batches(active), len(job.passes)
         tiles = min(batches * job.batch_size, job.tiling.tiles)
         seconds *= passes * batches / max(1, min(workers, batches))
@@ -244,21 +243,10 @@ class _Volume:
         assert condition is not None
         labels = bool(self._info.config.data.labels)
         with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND, labels) as target:
-            target.fill(0, lambda box: self.inputs.read(condition, box), lambda _: progress.check())
-            target.fill_coarser()
-            self._publish(target)
-
-    def _publish(self, target: PartialCopy) -> None:
-        """Rename a finished volume into place, with the model's config in its record."""
-        config = redacted(self._info.config.model_dump(mode="json"))
-        about = self._multiscale | {"name": target.out.stem}
-        replace(target, record=self.record | {"config": config}).publish(about)
+            self._finish(target, lambda box: self.inputs.read(condition, box), lambda _: progress.check())
 
     def write(self, target: PartialCopy, x: BlockArray, used: Blocks, progress: ProgressReporter) -> None:
-        """Write the missing levels of the last state `x`, with known voxels as stored, and rename into place.
-
-        The state has the `used` blocks; the voxels of the others are known.
-        """
+        """Write the last state `x`, which has the `used` blocks, with known voxels as stored."""
         total = self.plan.chunk_count
         left = sum(len(target.missing(level)) for level in range(self.plan.levels))
         done = itertools.count(total - left + 1)
@@ -275,9 +263,17 @@ class _Volume:
             progress.report("chunks written", next(done), total)
             progress.check()
 
-        target.fill(0, read, count)
-        target.fill_coarser(count)
-        self._publish(target)
+        self._finish(target, read, count)
+
+    def _finish(
+        self, target: PartialCopy, read: Callable[[Box], NDArray[Any]], on_chunk: Callable[[int], None]
+    ) -> None:
+        """Write the missing chunks of all levels, and rename into place with the model's config in the record."""
+        target.fill(0, read, on_chunk)
+        target.fill_coarser(on_chunk)
+        config = redacted(self._info.config.model_dump(mode="json"))
+        about = self._multiscale | {"name": target.out.stem}
+        replace(target, record=self.record | {"config": config}).publish(about)
 
     def check_space(self, active: Blocks) -> str:
         """Describe the disk space needed.  Raises StorageError if the disk is too small."""

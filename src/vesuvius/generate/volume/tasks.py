@@ -14,8 +14,11 @@ three rows of tiles exist at a time.
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+import socket
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +29,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.config import SamplerMethod
+from vesuvius.config import SamplerMethod, Triple
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.common import ProgressReporter
-from vesuvius.generate.volume.block_array import BlockArray, map_file, write_atomic
+from vesuvius.generate.common import ProgressReporter, one_thread
 from vesuvius.generate.volume.tiling import (
     START,
     STEP,
@@ -93,6 +95,57 @@ class VolumeJob:
         return {tile // self.batch_size for tile in tiles if not is_done(tile)}
 
 
+class BlockArray:
+    """One value per voxel, in the folder `path`: a file of raw voxels per block of a tiling.  Raises OSError."""
+
+    def __init__(self, path: Path, tiling: Tiling, dtype: np.dtype[Any] | str = "float32") -> None:
+        self.path, self._tiling = path, tiling
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+
+    def create(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def has(self, block: int) -> bool:
+        return self._file(block).exists()
+
+    def write(self, block: int, voxels: NDArray[Any]) -> None:
+        """Write a block, in the shape of its box, and flush it: it survives a crash of the machine."""
+        if voxels.shape != self._tiling.patch_zyx:
+            padded = np.zeros(self._tiling.patch_zyx, self._dtype)
+            padded[tuple(map(slice, voxels.shape))] = voxels
+            voxels = padded
+        write_atomic(self._file(block), np.ascontiguousarray(voxels, self._dtype), flush=True)
+
+    def read(self, box: Box, used: Container[int] | None = None) -> NDArray[Any]:
+        """Return the voxels of a box.  Its blocks must exist; with `used`, blocks outside it read as 0."""
+        out = np.zeros(shape_of(box), self._dtype)
+        for block in self._tiling.blocks_over(box):
+            if used is None or block in used:
+                _, there, here = overlap_slices(self._tiling.block_box(block), box)
+                out[here] = map_file(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
+        return out
+
+    def _file(self, block: int) -> Path:
+        z, y, x = self._tiling.block_index(block)
+        return self.path / f"{z}.{y}.{x}"
+
+
+def write_atomic(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
+    """Write under a temporary name and rename, so an existing file is complete and files alone record the progress."""
+    temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    voxels.tofile(temporary)
+    if flush:
+        flush_to_disk(temporary)
+    temporary.replace(file)
+
+
+def map_file(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
+    """Map a file as an array; only pages that are accessed are read.  (`np.memmap` is several times slower.)"""
+    with file.open("rb", buffering=0) as opened:
+        voxels: NDArray[Any] = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+    return voxels.reshape(shape)
+
+
 class State:
     """Files of the state before a pass."""
 
@@ -137,7 +190,7 @@ class TaskRunner:
         self.known = BlockArray(folder / "known", job.tiling) if job.inpaint else None
         self.condition = None if job.condition is None else BlockArray(folder / "condition", job.tiling, job.condition)
 
-    def run(self, task: Task) -> None:
+    def run(self, task: Task) -> Task:
         match task.kind:
             case "start":
                 self.start_block(task.index)
@@ -145,6 +198,7 @@ class TaskRunner:
                 self.evaluate_tiles(task.pass_index, task.index)
             case "block":
                 self.step_block(task.pass_index, task.index, task.active)
+        return task
 
     def start_block(self, block: int) -> None:
         """Write the first state of a block: noise, or known voxels with the same level of noise."""
@@ -247,18 +301,9 @@ RunTasks = Callable[[Iterable[Task]], Iterator[Task]]
 @contextmanager
 def run_locally(open_runner: OpenRunner) -> Iterator[RunTasks]:
     """Yield a function that runs tasks in this process."""
-    threads = torch.get_num_threads()
-    try:
+    with one_thread():
         runner = open_runner()
-
-        def run(tasks: Iterable[Task]) -> Iterator[Task]:
-            for task in tasks:
-                runner.run(task)
-                yield task
-
-        yield run
-    finally:
-        torch.set_num_threads(threads)
+        yield lambda tasks: map(runner.run, tasks)
 
 
 class VolumeSampler:

@@ -28,7 +28,7 @@ from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.training.step.optimizer import num_saved_copies
 from vesuvius.training.step.setup import build_meta_network, parameter_count
-from vesuvius.training.validation.preview import PREVIEWED
+from vesuvius.training.validation.pictures import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
