@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,8 @@ from tests.support.recorded_runs import (
 )  # fmt: skip
 from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
-from vesuvius.monitor.post_mortem import Death, append_death
+from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
+from vesuvius.monitor.session import machine_id
 from vesuvius.report import records as records_module
 from vesuvius.report.curves import COLOURS, Chart, banded, draw, label_heights, thinned
 from vesuvius.report.model import build, comparison, named_apart, page_of, write_report
@@ -566,7 +568,7 @@ def test_a_long_run_fits_a_small_page(tmp_path: Path, count: int) -> None:
         (5, "8 steps", "Failed at step 2 of 10 (ended with exit code 5: 8 steps)."),
         (75, "SIGHUP", "Stopped early at step 2 of 10 (ended with exit code 75: SIGHUP)."),
         (50, "a wrapper", "Failed at step 2 of 10 (ended with exit code 50: a wrapper)."),
-        (None, "", "Killed at step 2 of 10."),
+        (None, "", "Died at step 2 of 10 (the run (pid 4194305) was killed"),  # the cause is what the kernel tells
     ],
 )
 def test_the_page_of_a_run_that_is_over_begins_with_the_cause(
@@ -579,21 +581,44 @@ def test_the_page_of_a_run_that_is_over_begins_with_the_cause(
     for of in ("guard", "ray"):
         append_death(run / "post_mortem.jsonl", Death(BEGAN, "run", 1, 1, of, (), (), ""))  # type: ignore[arg-type]
     report = reported(run)
-    assert report.facts["processes that died"] == "1", "an end by the guard is none"
-    assert report.headline.startswith(f"{words} Last verdict: Data-bound")
+    assert report.facts["processes that died"] == ("2" if exit_code is None else "1"), "an end by the guard is none"
+    assert report.headline.startswith(words)
+    assert "). Last verdict: Data-bound" in report.headline
     assert [text.split()[-1] for text in report.commands] == ([] if exit_code == 5 else ["--resume"])
     assert report.facts["time left"] == "none: the run is over, 8 steps early"
     for page in (shown(report).text, report.text):
         assert page.index(words[:20]) < page.index("Data-bound")
 
 
-def test_a_run_that_may_have_been_killed_elsewhere_is_not_called_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_report_and_memcheck_name_the_same_cause_of_a_death(tmp_path: Path, is_restarted: bool) -> None:
+    """Power loss (another boot id on the same machine) is no kill; what a later session recorded counts, too."""
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    session_file(run, None)
+    record = json.loads((run / "session.json").read_text())
+    if is_restarted:
+        changed = {"boot_id": "before", "machine": machine_id()}
+        (run / "session.json").write_text(json.dumps(record | changed))
+    else:
+        death = Death(time.time(), "run", record["pid"], 1, "cgroup", (), (), "")
+        append_death(run / "post_mortem.jsonl", death)
+    if is_restarted and not machine_id():
+        pytest.skip("this machine has no id: whether the run is alive cannot be known")
+    cause = headline(deaths_of(run)[-1])
+    assert ("restarted or lost power" in cause, "out of memory" in cause) == (is_restarted, not is_restarted)
+    report = reported(run)
+    assert report.facts["state"] == f"died: {cause}"
+    assert report.headline.startswith(f"Died at step 1 of 100000 ({cause}).")
+    assert [row[3] for table in report.tables if table.title == "Events" for row in table.rows] == [cause]
+
+
+def test_a_run_that_may_have_died_elsewhere_is_not_called_running(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny", [run_start(), step(1)])
     session_file(run, "running")
     assert reported(run).headline.startswith("Running: step 1 of 100000")
     record = json.loads((run / "session.json").read_text())
     (run / "session.json").write_text(json.dumps(record | {"boot_id": "another", "host": "far"}))
-    assert reported(run).headline.startswith("Running on far, or killed there: step 1 of 100000")
+    assert reported(run).headline.startswith("Running on far, or died there: step 1 of 100000")
     (run / "session.json").unlink()
     assert reported(run).headline.startswith("State unknown: step 1 of 100000")
 

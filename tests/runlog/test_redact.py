@@ -65,6 +65,7 @@ def test_values_of_secret_variables_are_redacted_anywhere() -> None:
 def test_nested_data_is_redacted_by_text_and_by_name() -> None:
     data = {"a": [1, 2.5, None, True, f"https://x:{SECRET}@h"], "b": ({"c": f"k_TOKEN={SECRET}"},)}
     assert redacted(data) == {"a": [1, 2.5, None, True, "https://***@h"], "b": ({"c": "k_TOKEN=***"},)}
+    assert redacted({"password": b"abc", b"token": "abc"}) == {"password": "***", b"token": "***"}
     assert redacted({"api_key": "abc", "a": [{"token": "t"}]}) == {"api_key": "***", "a": [{"token": "***"}]}
 
 
@@ -222,6 +223,12 @@ OF_EVERY_KIND = [
     "password:$$",
     "password :$$",
     "Password = $$",
+    '{"token": ["$$", "$$"], "x": 1}',
+    '{"password": {"value": {"a]": "$$"}, "b": "$$"}}',
+    "password: 'it''s $$'",
+    "azblob://c/v.zarr?sig=$$",
+    "{user: me, password: two $$, x: 1}",
+    "GH_PAT=$$",
     "TOKEN:=$$",
 ]
 ON_A_LINE = [
@@ -231,6 +238,10 @@ ON_A_LINE = [
     "  - password: $$ $$",
     "auth: $$",
     "password: two $$ words",
+    "password:\n  - $$\n  - $$",
+    "secret: >-\n  $$\n\n  $$",
+    "passwords: [$$,\n    $$]",
+    "token: !!str $$",
 ]
 READABLE = [
     "s3://bucket/scan?v=2",
@@ -312,6 +323,12 @@ def test_a_secret_is_found_by_where_it_stands(form: str) -> None:
         assert SECRET not in redact(form.replace("{}", text.replace("$$", SECRET)), {}), text
     for text in ON_A_LINE:
         assert SECRET not in redact(f"x: 1\n{text.replace('$$', SECRET)}\ny: 2", {}), text
+
+
+def test_a_secret_in_yaml_ends_where_its_indentation_ends() -> None:
+    text = "a: 1\nb:\n  token:\n    - x\n\n    - y\n  c: 3\nd: 4"
+    assert redact(text, {}) == "a: 1\nb:\n  token:***\n  c: 3\nd: 4"
+    assert redact('{"token": ["a", {"b": 1}], "x": [1]}', {}) == '{"token": ***, "x": [1]}'
 
 
 def test_text_without_a_secret_stays_as_it_is() -> None:

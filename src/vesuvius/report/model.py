@@ -12,6 +12,7 @@ import numpy as np
 
 from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.monitor.post_mortem import headline
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import (
@@ -39,6 +40,7 @@ _HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BES
 _LAST_STEPS = 100
 _UNTESTED = "Runs at different times differ for many reasons: `vesuvius bench` tests which setting is faster."
 _MOST_EVENTS = 200
+_ENDED_ITSELF = ("guard", "gpu")  # causes of deaths
 _NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
 
 
@@ -136,8 +138,8 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     tune = (run.tune_command,) if verdicts and verdicts[-1].get("overrides") else ()
     if state == GONE:
         return f"The directory {records.path} no longer exists: the run was {GONE}", "bad", ()
-    if state == "killed":
-        return f"Killed at step {steps}. Last verdict: {bottleneck}", "bad", (resume,)
+    if state.startswith("died"):
+        return f"Died at step {steps} ({state[6:]}). Last verdict: {bottleneck}", "bad", (resume,)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         return f"Stopped early at step {steps} ({state}). Last verdict: {bottleneck}", "bad", (resume,)
     if code == EXIT_OK:
@@ -195,7 +197,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         _BEST: _best(records.of_kind("validation")),
         "verdicts": ", ".join(f"{kind} {verdicts.count(kind)}" for kind in dict.fromkeys(verdicts)) or "none",
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
-        "processes that died": str(sum(died for *_, died in records.deaths)),
+        "processes that died": str(sum(death.cause not in _ENDED_ITSELF for death in records.deaths)),
         "peak RAM": of_limit(records.peak("ram_used_bytes", *used), largest(steps["ram_limit_bytes"])),
         "largest reader": _or_unknown(records.peak("worker_max_bytes"), format_size),
     }
@@ -235,7 +237,7 @@ def _sessions(records: RunRecords) -> Table:
         if start["kind"] != "run_start":
             continue
         after = records.sessions[index + 1] if index + 1 < len(records.sessions) else None
-        reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
+        reached, how = NOT_KNOWN, records.state if after is None else "died: no end was recorded"
         if after is not None and after["kind"] == "run_end":
             reached = str(after.get("step", NOT_KNOWN))
             how = f"exit code {after.get('exit_code')}: {after.get('cause')}"
@@ -250,7 +252,7 @@ def _events(records: RunRecords) -> Table:
         for r in records.others
         if r["kind"] not in _NO_EVENTS
     ]
-    rows += [(time, str(step), "death" if died else "end", words) for time, step, words, died in records.deaths]
+    rows += [(d.time, str(d.step), "end" if d.cause in _ENDED_ITSELF else "death", headline(d)) for d in records.deaths]
     rows.sort(key=lambda row: row[0])
     note = f"the last {_MOST_EVENTS} of {len(rows)}" if len(rows) > _MOST_EVENTS else ""
     shown = tuple(
@@ -297,7 +299,7 @@ def _time_left(steps: Mapping[str, Column], state: str) -> str:
     done, asked = _last(steps["step"]), _last(steps["steps"])
     if done is not None and asked is not None and done >= asked:
         return "none"
-    if state.startswith(("ended", "killed")):
+    if state.startswith(("ended", "died")):
         left = "" if done is None or asked is None else f", {asked - done:.0f} steps early"
         return f"none: the run is over{left}"
     return _or_unknown(float(steps["eta_s"][-1]) if len(steps["eta_s"]) else None, format_duration)

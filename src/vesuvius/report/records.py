@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from vesuvius.config.describe import SAME_SPEED
 from vesuvius.config.yaml_source import read_yaml
 from vesuvius.errors import ConfigError
-from vesuvius.monitor.post_mortem import headline as death_headline
-from vesuvius.monitor.post_mortem import read_deaths
+from vesuvius.monitor.post_mortem import Death, deaths_of, headline, is_of_session
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record, records_in
@@ -96,12 +95,11 @@ class RunRecords:
     ranks: Sequence[RankTimes]  # empty for a single rank
     others: Sequence[Record]  # records of metrics.jsonl of other kinds, in order
     sessions: Sequence[Record]  # each `run_start` and `run_end`
-    # time, step and headline of each process that died, and whether it was killed from outside
-    deaths: Sequence[tuple[float, int, str, bool]]
+    deaths: Sequence[Death]
     config: Mapping[str, Any]  # the resolved config as plain data; empty if it cannot be read
     config_text: str
     environment: Mapping[str, Any]
-    state: str  # `running`, `killed`, `ended with exit code 0: CAUSE`, `GONE`, ...
+    state: str  # `running`, `died: CAUSE`, `ended with exit code 0: CAUSE`, `GONE`, ...
     exit_code: int | None  # of the last session; None unless it has ended
 
     def of_kind(self, kind: str) -> list[Record]:
@@ -150,6 +148,7 @@ def read_run(path: Path) -> RunRecords:
             since, changed = index, keys
     config, session = file_inside(path, "config.resolved.yaml"), read_session(path / "session.json")
     config_text = (config and read_text(config)) or ""
+    deaths = deaths_of(path)
     env = parse_record(read_text(path / "env.json") or "") or {}
     return RunRecords(
         path,
@@ -162,14 +161,11 @@ def read_run(path: Path) -> RunRecords:
         ranks,
         others,
         sessions,
-        [
-            (death.time, death.step, death_headline(death), death.cause not in ("guard", "gpu"))
-            for death in read_deaths(path / "post_mortem.jsonl")
-        ],
+        deaths,
         _config(config_text),
         config_text,
         {key: value for key, value in env.items() if isinstance(value, _ENVIRONMENT.get(key, object))},
-        _state(session, sessions) if path.is_dir() else GONE,
+        _state(session, sessions, deaths) if path.is_dir() else GONE,
         session.exit_code if session else None,
     )
 
@@ -292,14 +288,15 @@ def _time(record: Record) -> float:
     return 0.0 if math.isnan(seconds) else seconds
 
 
-def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
+def _state(session: SessionRecord | None, sessions: Sequence[Record], deaths: Sequence[Death]) -> str:
     if session is None:
         return "not known"
     if session.end_time is not None:
         cause = sessions[-1].get("cause") if sessions else None
         return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
-    elsewhere = f"running on {session.host}, or killed there"
-    return {True: "running", False: "killed", None: elsewhere}[is_alive(session)]
+    own = [headline(death) for death in deaths if death.victim == "run" and is_of_session(death, session)]
+    died = f"died: {own[-1] if own else 'it recorded no end'}"
+    return {True: "running", False: died, None: f"running on {session.host}, or died there"}[is_alive(session)]
 
 
 def _config(text: str) -> Mapping[str, Any]:

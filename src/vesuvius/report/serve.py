@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 _REFRESH_S = 10
-_OVER = ("ended", "killed", GONE)
+_OVER = ("ended", "died", GONE)
 # Another name may be that of a foreign page which resolves to this machine (DNS rebinding).  The port is that of a
 # tunnel, perhaps.
 _OWN_HOST = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d{1,5})?", re.I)

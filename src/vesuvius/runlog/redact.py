@@ -22,7 +22,7 @@ _PORT = re.compile(r"\d{1,5}(?![^/?#])")
 _LITERAL_KEYS = ("s3", "gs", "hf")  # schemes whose URLs have no port
 # The whole query: signatures and tokens have many names.  Punctuation at the end of a sentence is kept.
 _QUERY = re.compile(
-    r"(\b(?:https?|wss?|az|abfss?|wasbs?)://[^\s?\"']{0,2000})\?(?=[^\s\"':;,.)])[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))",
+    r"(\b(?!(?:s3|gs|hf):)\w[\w+.-]{0,20}://[^\s?\"']{0,2000})\?(?=[^\s\"':;,.)])[^\s\"']*?(?=[:;,.)]*(?:[\s\"']|$))",
     re.I,
 )
 _SCHEME = re.compile(r"\b((?i:Bearer|Basic|Token|Negotiate)) +(?=[\w~+/.-]*[\dA-Z=])[\w~+/.-]{8,}=*")
@@ -33,27 +33,21 @@ _NAMED = re.compile(
     r"(?<![\w.-])(?:((?:[A-Za-z][\w.-]* ){0,2}-{0,2}[A-Za-z_][\w.-]*)(\\*[\"'])?\]?[ \t]*(=(?!=)|:(?!:|//))[ \t]*"
     r"|(--[A-Za-z][\w-]*) +(?!-))"
 )
-_QUOTED = re.compile(r"[bBuU]?(\\*[\"'])((?:(?!\1)(?:\\.|[^\n]))*)")
-_BLOCK = re.compile(r"[|>][+-]?\d?[ \t]*\n(?P<indent>[ \t]+).*(?:\n(?P=indent).*)*|\n[ \t]+(?![^\n]*: )(?!- )\S+")
-_HEADER = re.compile(
-    r"(?:[A-Za-z][\w-]* +)?(?:[\w-]+=\"[^\"]*\"|[^\s\"',;]+)(?:[,;] *[\w-]+=(?:\"[^\"]*\"|[^\s\"',;]*))*"
-)
-_TO_THE_END = re.compile(r"[^\n]+?(?=[ \t]+#|[ \t]*(?:\n|$))")
-_WORD = re.compile(r"[^\s\"']+?(?=[,;)\]}.]*(?:[\s\"']|$))")
-_ASSIGNED = re.compile(r"[^\s\"'&]+")
-_ENCLOSED = re.compile(r"[^\n\"']+")
+_QUOTED = re.compile(r"[bBuU]?(\\*[\"'])((?:(?!\1)(?:\\.|[^\n])|'')*)")
+_BRACKET = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|([\[{])|([\]}])")
+_WORD = r"[^\s\"'&]+?(?=[,;)\]}.]*(?:[\s\"'&]|$))"
 _NOTHING = re.compile(r"(?:null|none|true|false|~|\*\*\*)?", re.I)
 _RANDOM = re.compile(
     r"(?=\S*\d)(?=\S*[A-Za-z])(?:[A-Za-z0-9+=]{8,}|[\w+=~-]{20,})|(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/=]{40,}"
-)
+).fullmatch
 
 _ALWAYS = re.compile(
     r"(?:pass_?(?:word|wd|phrase|code)s?|secrets?|token|authorization|cookie|"
     r"(?:api|access|secret|private|account|storage|master|sas|shared|encryption|signing|session|subscription|ssh)"
     r"_?key(?:_?id)?)(?:_?\d+|_value)?$"
 )
-_IN_DATA = re.compile(r"(?:credentials?|(?:^|_)(?:o?auth|signature|sig|pass|pwd|sas|jwt|key))$")
-_HINT = re.compile(r"pass|pwd|secret|token|key|auth|cookie|cred|sig|jwt|sas|x-amz|x-goog", re.I)
+_IN_DATA = re.compile(r"(?:credentials?|(?:^|_)(?:o?auth|signature|sig|pass|pwd|pat|sas|jwt|key))$")
+_HINT = re.compile(r"pass|pwd|secret|token|key|auth|cookie|cred|sig|jwt|sas|pat|x-amz|x-goog", re.I)
 _LEAST_LENGTH = 8  # shortest value of a variable that is redacted; shorter ones are parts of words
 
 
@@ -88,6 +82,8 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
     follows such a name in a list.
     """
     match value:
+        case bytes() if is_secret:
+            return HIDDEN
         case str():
             return HIDDEN if is_secret and not _NOTHING.fullmatch(value) else redact(value)
         case int() | float() if is_secret and not isinstance(value, bool):
@@ -106,7 +102,7 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
 @lru_cache(4096)
 def _kind(name: str) -> Literal["always", "in data", ""]:
     """Whether a name is that of a secret: `always`, or only `in data`, as such words also stand in sentences."""
-    words = re.sub(r"[^A-Za-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
+    words = re.sub(r"[^A-Za-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower().strip("_")
     return "always" if _ALWAYS.search(words) else "in data" if _IN_DATA.search(words) else ""
 
 
@@ -137,30 +133,45 @@ def _value(text: str, named: re.Match[str]) -> tuple[int, int]:
     """Begin and end of the secret after a name; equal if there is none."""
     name, quote, sign = named[1] or named[4], named[2], named[3]
     at, kind, before = named.end(), _kind(name), text[: named.start()].rpartition("\n")[2]
-    is_parameter = before[-1:] in ("?", "&")
-    if is_parameter and (kind or re.match(r"x-(amz|goog)-", name, re.I)):
+    if before[-1:] in ("?", "&") and (kind or re.match(r"x-(amz|goog)-", name, re.I)):  # a parameter
         kind = "always"
     if not kind or (before[-1:] in ("/", "~") and sign == ":"):  # a file
         return at, at
-    begins_line, is_enclosed = not before.strip(" \t-"), not quote and before[-1:] in ("'", '"')
+    begins_line, is_enclosed = not before.strip(" \t-("), not quote and before[-1:] in ("'", '"')
+    is_spaced = sign == ":" or text[at - 1] == " "
     if inner := _QUOTED.match(text, at):
         begin, end = inner.span(2)
-    elif block := _BLOCK.match(text, at):
-        begin, end = block.span()
     else:
-        form = _ASSIGNED if sign == "=" else _WORD
+        form = _WORD
         if is_enclosed:
-            form = _ENCLOSED
-        elif begins_line and sign == ":" and kind == "always":
-            form = _TO_THE_END
-        elif not quote and re.search("authorization|cookie", name, re.I):
-            form = _HEADER
-        value = form.match(text, at)
-        begin, end = value.span() if value else (at, at)
-    value_text, is_key = text[begin:end], name.lower().endswith("key")
-    is_data = bool(quote) or (sign == "=" and name.lower() != "key")
+            form = f"[^\n{before[-1]}]+"
+        elif (
+            begins_line and is_spaced and named[3] and kind == "always"
+        ):  # in YAML also the lines that are indented more
+            indent = len(before.rstrip("("))
+            form = rf"[^\n]*(?:\s*\n[ \t]{{{indent + 1},}}[^\n]+|\n[ \t]{{{indent}}}- [^\n]+)*"
+        elif re.search("authorization|cookie", name, re.I):
+            form = r"[^\n]+"
+        elif is_spaced and before.rstrip(" ")[-1:] in tuple("{[,"):
+            form = r"[^\n,}\]]+"
+        value = re.compile(form).match(text, at)
+        begin, end = at, _closed(text, at) if text[at : at + 1] in ("[", "{") else value.end() if value else at
+    found = text[begin:end]
+    is_data = (
+        bool(quote) or (sign == "=" and name.lower() != "key") or (name.lower().endswith("key") and _RANDOM(found))
+    )
     is_line = is_enclosed or (begins_line and text[end : end + 1] in ("", "\n"))
-    is_data = is_data or (is_line and bool(re.fullmatch("credentials?|.*auth|pwd", name, re.I)))
-    if _NOTHING.fullmatch(value_text) or (kind == "in data" and value_text[0] in "/~"):  # a path
+    is_data = is_data or (is_line and re.fullmatch("credentials?|.*auth|pwd", name, re.I))
+    if _NOTHING.fullmatch(found) or (kind == "in data" and (not is_data or found[0] in "/~")):  # a path
         return at, at
-    return (begin, end) if kind == "always" or is_data or (is_key and _RANDOM.fullmatch(value_text)) else (at, at)
+    return begin, end
+
+
+def _closed(text: str, begin: int) -> int:
+    """Where the bracket at `begin` is closed, or the end of the text."""
+    depth = 0
+    for found in _BRACKET.finditer(text, begin):
+        depth += bool(found[1]) - bool(found[2])
+        if not depth:
+            return found.end()
+    return len(text)
