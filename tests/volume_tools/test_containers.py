@@ -15,6 +15,7 @@ import pytest
 import tensorstore
 import zarr
 
+from tests.support import fork_server
 from vesuvius.commands import volume
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
@@ -23,7 +24,6 @@ from vesuvius.volume_tools.sources.source import open_source
 
 Voxels = np.ndarray[Any, Any]
 SCAN = np.random.default_rng(0).integers(1, 60000, (9, 20, 30), dtype="u2")
-H5_UNLIMITED = h5py.h5s.UNLIMITED
 
 
 def read(stored: Stored) -> Voxels:
@@ -107,7 +107,7 @@ def test_parts_of_parts_are_checked_too(tmp_path: Path) -> None:
             open_source(f"{tmp_path}/outer.h5:/{name}")
 
 
-@pytest.mark.parametrize("place", ["next to it", "working directory", "link", "absolute", "prefix", "origin", "moved"])
+@pytest.mark.parametrize("place", ["next to it", "working directory", "link", "absolute", "moved"])
 def test_parts_are_found_where_hdf5_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """If HDF5 reads them, they are accepted; if not, refused.  Absolute names fall back to the last component."""
     (tmp_path / "parts").mkdir()
@@ -122,64 +122,54 @@ def test_parts_are_found_where_hdf5_finds_them(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "parts/master.h5").rename(master)
     if place == "working directory":
         monkeypatch.chdir(tmp_path / "parts")
-    prefix = {"prefix": f"/nowhere:{tmp_path}/parts", "origin": "${ORIGIN}/../parts"}.get(place, "")
-    body = (
-        "import sys, h5py; from tests.volume_tools.test_containers import *; "
-        f"print(np.array_equal(h5py.File({str(master)!r})['entry/data'][...], SCAN))\n"
-        f"try: print(np.array_equal(opened('{master}:/entry/data'), SCAN))\nexcept DataError: print('refused')"
-    )
-    environment = os.environ | {"HDF5_VDS_PREFIX": prefix, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == (["False", "refused"] if place == "moved" else ["True", "True"])
-
-
-@pytest.mark.parametrize("gone", [None, 0, 1, 2])
-def test_a_series_without_an_end_is_read_up_to_its_last_file(tmp_path: Path, gone: int | None) -> None:
-    """HDF5 ends it at the first missing file; a gap is refused."""
-    for part in range(3):
-        with h5py.File(tmp_path / f"b-{part}.h5", "w") as file:
-            file["d"] = SCAN[3 * part : 3 * part + 3]
-    with h5py.File(tmp_path / "m.h5", "w", libver="latest") as file:
-        space, part_space = (
-            h5py.h5s.create_simple((3, 20, 30), (H5_UNLIMITED, 20, 30)),
-            h5py.h5s.create_simple((3, 20, 30)),
-        )
-        space.select_hyperslab((0, 0, 0), (H5_UNLIMITED, 1, 1), stride=(3, 1, 1), block=(3, 20, 30))
-        settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        settings.set_virtual(space, b"b-%b.h5", b"d", part_space)
-        h5py.h5d.create(file.id, b"d", h5py.h5t.NATIVE_UINT16, space, dcpl=settings)
-    if gone is not None:
-        (tmp_path / f"b-{gone}.h5").unlink()
-    if gone in (0, 1):
-        with pytest.raises(DataError, match=rf"b-{gone}\.h5, which holds a part of it, is missing"):
-            open_source(f"{tmp_path}/m.h5")
+    with h5py.File(master) as file:
+        assert np.array_equal(file["entry/data"][...], SCAN) == (place != "moved")
+    if place == "moved":
+        with pytest.raises(DataError, match="which holds a part of it, is missing"):
+            open_source(f"{master}:/entry/data")
     else:
-        np.testing.assert_array_equal(opened(f"{tmp_path}/m.h5"), SCAN[: 6 if gone else 9])
+        np.testing.assert_array_equal(opened(f"{master}:/entry/data"), SCAN)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("prefix", ["${ORIGIN}/../parts", "/nowhere:{}/parts"])
+def test_parts_are_found_in_the_folder_of_a_variable(tmp_path: Path, prefix: str) -> None:
+    """HDF5 reads it when it is loaded."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    virtual(tmp_path / "parts")
+    master = (tmp_path / "parts/master.h5").rename(tmp_path / "elsewhere/master.h5")
+    body = (
+        "import h5py, numpy as np; from vesuvius.volume_tools.sources.source import open_source; "
+        f"stored, scan = open_source('{master}:/entry/data'), h5py.File('{master}')['entry/data'][...]; "
+        "print(scan.any(axis=(1, 2)).all(), np.array_equal(stored.get((slice(None),) * 3), scan))"
+    )
+    environment = os.environ | {"HDF5_VDS_PREFIX": prefix.replace("{}", str(tmp_path))}
+    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_a_limit_of_open_files_makes_no_zeros(tmp_path: Path) -> None:
     """HDF5 keeps each part open, and reads zeros if it cannot open more."""
     depth = 150
-    layout, many = h5py.VirtualLayout((depth, 4, 5), "u2"), h5py.VirtualLayout((1, 4, 5 * depth), "u2")
+    layout = h5py.VirtualLayout((depth, 4, 5), "u2")
     for part in range(depth):
         with h5py.File(tmp_path / f"{part}.h5", "w") as file:
             file["d"] = np.full((1, 4, 5), part + 1, "u2")
         layout[part : part + 1] = h5py.VirtualSource(f"{part}.h5", "d", (1, 4, 5))
-        many[..., 5 * part : 5 * part + 5] = h5py.VirtualSource(f"{part}.h5", "d", (1, 4, 5))
     with h5py.File(tmp_path / "m.h5", "w") as file:
         file.create_virtual_dataset("d", layout)
-        file.create_virtual_dataset("many", many)
     body = (
-        "import resource; from tests.volume_tools.test_containers import *; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
-        f"print((opened('{tmp_path}/m.h5:/d')[:, 0, 0] == np.arange(1, {depth + 1})).all())\n"
-        f"try: opened('{tmp_path}/m.h5:/many')\nexcept DataError as error: print(error)"
+        "import resource; from tests.volume_tools.test_containers import *\n"
+        "for limit in (300, 100):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit))\n"
+        f"    try: print((opened('{tmp_path}/m.h5')[:, 0, 0] == np.arange(1, {depth + 1})).all())\n"
+        "    except DataError as error: print(error)"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True, text=True, check=True)
+    done = fork_server.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "True"
-    assert "Too many open files" in second or "raise ulimit -n" in second
+    assert "it has 151 files, but only 100 may be open; raise ulimit -n" in second
 
 
 def test_a_part_that_changes_is_noticed_by_a_resumed_and_a_running_import(tmp_path: Path) -> None:
@@ -198,7 +188,7 @@ def test_a_part_that_changes_is_noticed_by_a_resumed_and_a_running_import(tmp_pa
 def test_raw_files_of_a_dataset_are_complete_or_refused(tmp_path: Path, there: int, words: str | None) -> None:
     raw = tmp_path / "raw.bin"
     with h5py.File(tmp_path / "v.h5", "w") as file:
-        file.create_dataset("d", data=SCAN, external=[(str(raw), 0, H5_UNLIMITED)])
+        file.create_dataset("d", data=SCAN, external=[(str(raw), 0, h5py.h5s.UNLIMITED)])
     os.truncate(raw, there) if there else raw.unlink()
     if words is None:
         np.testing.assert_array_equal(opened(f"{tmp_path}/v.h5"), SCAN)
@@ -272,10 +262,10 @@ def test_a_dataset_is_listed_once_however_many_links_lead_to_it(tmp_path: Path) 
     np.testing.assert_array_equal(opened(f"{tmp_path}/only.h5"), SCAN)
 
 
-LOST = {"gone": "gone.h5:/d", "away": ":/a/lost", "loop": ":/pool", "away/deeper": "/away is a link to :/a/lost"}
+LOST = {"gone": "it has no dataset /gone .*, but a link to gone.h5", "away": "/away .*component not found"}
 
 
-@pytest.mark.parametrize("name", [*LOST, "nothing", "a/data/deeper", "null", "number", "text"])
+@pytest.mark.parametrize("name", [*LOST, "loop", "away/deeper", "nothing", "a/data/deeper", "null", "number", "text"])
 def test_a_name_that_leads_nowhere_is_explained(tmp_path: Path, name: str) -> None:
     words = LOST.get(name, "it has no (dataset|voxels)|not Z, Y, X once each|its voxels are")
     with pytest.raises(DataError, match=words):
@@ -367,10 +357,7 @@ SIZES: dict[str, tuple[dict[str, Any], str, dict[str, Any], tuple[float, ...] | 
     "of the dataset": (PIXEL, "s0", {}, (2, 0.7, 0.5)),
     "with factors": (PIXEL | {"downsamplingFactors": [2, 2, 4]}, "s1", {}, (8, 1.4, 1)),
     "a plain list": ({"resolution": [500, 700, 2000], "units": ["nm"] * 3}, "s0", {}, (2, 0.7, 0.5)),
-    "of the group": ({"downsamplingFactors": [2, 2, 2]}, "s1", {"setup0": PIXEL}, (4, 1.4, 1)),
-    "of the root, scales": ({}, "s1", {"": PIXEL, "setup0": {"scales": [[1] * 3, [2, 2, 4]]}}, (8, 1.4, 1)),
-    "factors of the group": ({}, "s1", {"setup0": PIXEL | {"downsamplingFactors": [[1] * 3, [2] * 3]}}, (4, 1.4, 1)),
-    "its own, scales": (PIXEL, "s1", {"setup0": {"scales": [[1] * 3, [2] * 3]}}, (2, 0.7, 0.5)),
+    "of another group": ({"downsamplingFactors": [2, 2, 2]}, "s1", {"setup0": PIXEL}, None),
     "none": ({}, "s0", {}, None),
 }
 

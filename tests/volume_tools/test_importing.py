@@ -37,6 +37,9 @@ from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volume_tools.sources.slices import open_folder
+from vesuvius.volume_tools.sources.source import open_source
+from vesuvius.volumes.box import chunk_box
+from vesuvius.volumes.box import slices as box_slices
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -340,24 +343,46 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.usefixtures("small")
+def turned(voxels: Voxels, axes: str) -> Voxels:
+    return np.flip(voxels, ["zyx".index(axis) for axis in axes])
+
+
 @pytest.mark.parametrize("case", CASES)
+def test_an_opened_scan_equals_its_source(tmp_path: Path, case: str) -> None:
+    """Unit by unit, as an import decodes it."""
+    write, expected = CASES[case]
+    voxels = scan(expected.get("dtype", "uint16"))
+    stored = open_source(write(tmp_path, voxels), expected.get("select", ()))
+    assert (stored.shape, stored.dtype) == (voxels.shape, voxels.dtype.newbyteorder("="))
+    found = np.empty(stored.shape, stored.dtype)
+    units = list(np.ndindex(*(-(-size // step) for size, step in zip(stored.shape, stored.unit, strict=True))))
+    for unit in reversed(units) if stored.backwards else units:
+        part = box_slices(chunk_box(unit, stored.unit, stored.shape))
+        found[part] = stored.get(part)
+    stored.finish()
+    np.testing.assert_array_equal(found, turned(voxels, expected.get("turned", "")))
+    assert list(stored.geometry.units_zyx) == expected.get("units", [None] * 3)
+    np.testing.assert_allclose(stored.geometry.scale_zyx, expected.get("scale", (1, 1, 1)), rtol=1e-6)  # NIfTI: float32
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", ["imagej", "slices, lzw", "hdf5, channels last", "nifti, gzip, big-endian, int16"])
 def test_an_import_equals_its_source(tmp_path: Path, case: str) -> None:
     write, expected = CASES[case]
     voxels = scan(expected.get("dtype", "uint16"))
     request = ImportRequest(write(tmp_path, voxels), tmp_path / "out.zarr", expected.get("select", ()), levels=2)
     import_volume(request)
-    found = imported(tmp_path / "out.zarr")
-    voxels = np.flip(voxels, ["zyx".index(axis) for axis in expected.get("turned", "")])
-    assert found.dtype == voxels.dtype.newbyteorder("=")
-    np.testing.assert_array_equal(found, voxels)
-    np.testing.assert_array_equal(imported(tmp_path / "out.zarr", 1), halve(voxels.astype(found.dtype)))
+    voxels = turned(voxels, expected.get("turned", ""))
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), voxels)
+    np.testing.assert_array_equal(
+        imported(tmp_path / "out.zarr", 1), halve(voxels.astype(voxels.dtype.newbyteorder("=")))
+    )
     (entry,) = zarr.open_group(tmp_path / "out.zarr", mode="r").attrs["ome"]["multiscales"]
     assert [axis["name"] for axis in entry["axes"]] == ["z", "y", "x"]
     assert [axis.get("unit") for axis in entry["axes"]] == expected.get("units", [None] * 3)
     scales = [each["coordinateTransformations"][0]["scale"] for each in entry["datasets"]]
     scale = expected.get("scale", (1, 1, 1))
-    np.testing.assert_allclose(scales, [scale, [2 * size for size in scale]], rtol=1e-6)  # NIfTI: float32
+    np.testing.assert_allclose(scales, [scale, [2 * size for size in scale]], rtol=1e-6)
 
 
 @pytest.mark.usefixtures("small")
@@ -379,14 +404,13 @@ def test_raw_voxels_need_a_matching_shape_and_dtype(tmp_path: Path, capsys: pyte
     assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr", level=1)).voxel_size_um == (16, 15, 14)
 
 
-@pytest.mark.parametrize("zarr_format", [3, 2])
-def test_the_output_has_the_documented_format_and_three_readers_agree(tmp_path: Path, zarr_format: int) -> None:
+def test_the_output_has_the_documented_format_and_three_readers_agree(tmp_path: Path) -> None:
     """With chunks and shards of the real size, partial ones included, and with air, which is not stored."""
     voxels = scan("uint8", (140, 130, 520))
     voxels[128:, :128, 256:384] = voxels[:, :, 512:] = 0
     np.save(tmp_path / "v.npy", voxels)
     out = tmp_path / "out.zarr"
-    _, figures = import_volume(ImportRequest(f"{tmp_path}/v.npy", out, v2=zarr_format == 2))
+    _, figures = import_volume(ImportRequest(f"{tmp_path}/v.npy", out))
     levels = zarr.open_group(out, mode="r")
     assert [levels[str(level)].shape for level in range(len(list(levels)))] == [
         (140, 130, 520),
@@ -395,19 +419,16 @@ def test_the_output_has_the_documented_format_and_three_readers_agree(tmp_path: 
         (18, 17, 65),
     ]
     assert (figures.air, figures.voxel_bytes) == (5 + 1 + 1, voxels.nbytes)
-    array = zarr.open_group(out, mode="r", zarr_format=zarr_format)["0"]
+    array = zarr.open_group(out, mode="r", zarr_format=3)["0"]
     assert isinstance(array, zarr.Array)
     assert array.chunks == (128, 128, 128)
-    assert array.shards == ((512, 512, 512) if zarr_format == 3 else None)
+    assert array.shards == (512, 512, 512)
     files = {str(path.relative_to(out / "0")) for path in (out / "0").rglob("[0-9]*") if path.is_file()}
-    if zarr_format == 3:
-        assert files == {"c/0/0/0"}, "of air alone there is no shard"
-        assert array.metadata.dimension_names == ("z", "y", "x")
-    else:
-        assert len(files) == 2 * 2 * 5 - 5
+    assert files == {"c/0/0/0"}, "of air alone there is no shard"
+    assert array.metadata.dimension_names == ("z", "y", "x")
     np.testing.assert_array_equal(np.asarray(array[...]), voxels)
     np.testing.assert_array_equal(open_volume(ArrayConfig(path=str(out))).read(((0, 0, 0), voxels.shape)), voxels)
-    spec = {"driver": "zarr3" if zarr_format == 3 else "zarr", "kvstore": {"driver": "file", "path": str(out / "0")}}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "0")}}
     np.testing.assert_array_equal(tensorstore.open(spec, read=True).result().read().result(), voxels)
 
 
@@ -488,18 +509,15 @@ def test_a_source_that_changed_is_not_mixed_with_its_old_version(tmp_path: Path)
     request = ImportRequest(source, tmp_path / "out.zarr")
     with pytest.raises(Stop):
         import_volume(request, stop)
-    with pytest.raises(ConfigError, match=r"partial was started with other arguments: v2 true \(was false\); use"):
-        import_volume(replace(request, v2=True))
+    with pytest.raises(ConfigError, match=r"partial was started with other arguments: labels true \(was false\); use"):
+        import_volume(replace(request, labels=True))
     (tmp_path / "scan/s_20.tif").touch()
     with pytest.raises(ConfigError, match="other arguments: source_files "):
         import_volume(request)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_a_file_that_reads_back_differently_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zarr_format: int
-) -> None:
+def test_a_file_that_reads_back_differently_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one chunk flips between write and verification."""
     source = slices(".tif")(tmp_path, scan())
     flush, damaged = os.fsync, list[str]()
@@ -513,7 +531,7 @@ def test_a_file_that_reads_back_differently_is_an_error(
             os.pwrite(descriptor, bytes([byte ^ 4]), 1500)
 
     monkeypatch.setattr(os, "fsync", flip)
-    request = ImportRequest(source, tmp_path / "out.zarr", v2=zarr_format == 2)
+    request = ImportRequest(source, tmp_path / "out.zarr")
     with pytest.raises(StorageError, match=r"The file reads back differently than written.*out\.zarr"):
         import_volume(request)
     assert damaged
@@ -666,8 +684,8 @@ def test_bad_sources_are_refused_and_leave_no_volume(tmp_path: Path, case: str) 
 
 def test_the_only_dataset_with_three_axes_needs_no_name(tmp_path: Path) -> None:
     source = hdf5()(tmp_path, scan())
-    import_volume(ImportRequest(source.partition(":")[0], tmp_path / "out.zarr"))
-    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
+    stored = open_source(source.partition(":")[0])
+    np.testing.assert_array_equal(stored.get((slice(None),) * 3), scan())
 
 
 @pytest.mark.parametrize("package", ["tifffile", "imagecodecs"])
@@ -728,26 +746,25 @@ BAD_SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("case", BAD_SIZES)
 def test_a_voxel_size_of_a_tiff_that_cannot_be_used_is_a_warning(
-    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = BAD_SIZES[case](tmp_path, scan())
-    for number, options in enumerate(([], ["--voxel-size-um=8,7,6"])):
-        out = f"{tmp_path}/{number}.zarr"
-        assert volume.main(["import", source, out, *options]) == 0
-        (warning,) = (line for line in capsys.readouterr().err.splitlines() if "WARNING" in line)
-        assert "cannot be used" in warning
-        assert open_volume(ArrayConfig(path=out)).voxel_size_um == ((8, 7, 6) if options else None)
-    np.testing.assert_array_equal(imported(tmp_path / "0.zarr"), scan())
+    stored = open_source(BAD_SIZES[case](tmp_path, scan()))
+    assert (stored.shape, stored.geometry.voxel_size_um) == (SHAPE, None)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "cannot be used" in warning
 
 
 @pytest.mark.usefixtures("small")
+def test_a_voxel_size_that_is_given_replaces_one_that_cannot_be_used(tmp_path: Path) -> None:
+    source = BAD_SIZES["ome 'NaN'"](tmp_path, scan())
+    assert volume.main(["import", source, f"{tmp_path}/out.zarr", "--voxel-size-um=8,7,6"]) == 0
+    assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr")).voxel_size_um == (8, 7, 6)
+    np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), scan())
+
+
 def test_units_per_axis_are_kept(tmp_path: Path) -> None:
     about = {"axes": "ZYX", "unit": "um", "yunit": "mm", "zunit": "nm", "spacing": 3.0}
-    source = tiff(imagej=True, metadata=about, resolution=(2.0, 4.0))(tmp_path, scan())
-    import_volume(ImportRequest(source, tmp_path / "out.zarr"))
-    geometry = open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr")).geometry
-    assert geometry is not None
+    geometry = open_source(tiff(imagej=True, metadata=about, resolution=(2.0, 4.0))(tmp_path, scan())).geometry
     assert (geometry.scale_zyx, geometry.units_zyx) == ((3, 0.25, 0.5), ("nanometer", MM, UM))

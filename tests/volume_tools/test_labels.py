@@ -42,12 +42,11 @@ def make(kind: str, folder: Path, voxels: Voxels, *options: str) -> Path:
     else:
         source = folder / "v.npy"
         np.save(source, voxels)
-    more = ["--v2"] if kind == "import v2" else []
-    assert volume.main([kind.split()[0], str(source), str(out), *more, *options]) == 0
+    assert volume.main([kind, str(source), str(out), *options]) == 0
     return out
 
 
-@pytest.mark.parametrize("kind", ["import", "import v2", "copy"])
+@pytest.mark.parametrize("kind", ["import", "copy"])
 def test_labels_keep_their_values_in_all_levels(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     voxels = blobs([2, 9, 40000])
     out = make(kind, tmp_path, voxels, "--labels", "--levels=4")
@@ -128,7 +127,7 @@ def test_a_volume_of_an_earlier_version_is_still_finished(tmp_path: Path) -> Non
         import_volume(ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr", labels=True))
 
 
-@pytest.mark.parametrize("kind", ["import", "import v2", "copy"])
+@pytest.mark.parametrize("kind", ["import", "copy"])
 @pytest.mark.parametrize("value", [0, 7])
 def test_a_volume_of_one_value_can_be_opened_at_each_level(
     tmp_path: Path, kind: str, value: int, capsys: pytest.CaptureFixture[str]

@@ -336,10 +336,9 @@ def test_lines_and_bytes_before_the_voxels_are_skipped(tmp_path: Path, case: str
     np.testing.assert_array_equal(found, scan("uint16", SHAPE))
 
 
-@pytest.mark.parametrize("skip", ["2", "-1"])
-def test_lines_are_skipped_before_and_bytes_after_decompression(tmp_path: Path, skip: str) -> None:
+def test_lines_are_skipped_before_and_bytes_after_decompression(tmp_path: Path) -> None:
     voxels = scan("uint16", SHAPE)
-    fields = {"encoding": "gz", "line skip": "1", "byte skip": skip, "data file": "v.raw.gz"}
+    fields = {"encoding": "gz", "line skip": "1", "byte skip": "2", "data file": "v.raw.gz"}
     source = save_raw_nrrd(tmp_path / "v.nhdr", fields, voxels)
     (tmp_path / "v.raw.gz").write_bytes(b"line\n" + gzip.compress(b"12" + voxels.tobytes()))
     np.testing.assert_array_equal(run(source)[0], voxels)

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
-from vesuvius.volume_tools.partial import new_array
+from vesuvius.volume_tools.partial import attribute, new_array
 from vesuvius.volume_tools.pyramid import multiscale
-from vesuvius.volume_tools.record import attribute
 from vesuvius.volumes.geometry import FloatTriple
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"

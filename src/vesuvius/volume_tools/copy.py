@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.partial import PartialCopy, open_partial
+from vesuvius.volume_tools.partial import PartialCopy, check_name, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels, multiscale
-from vesuvius.volume_tools.record import check_name, is_finished
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash

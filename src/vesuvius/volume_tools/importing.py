@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.copy import CopyFigures
-from vesuvius.volume_tools.partial import PartialCopy, disk_errors, open_partial
+from vesuvius.volume_tools.partial import IMPORT, PartialCopy, check_name, disk_errors, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one, multiscale
-from vesuvius.volume_tools.record import IMPORT, check_name, is_finished
 from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, intersection, slices, triple
@@ -48,7 +47,6 @@ class ImportRequest:
     dtype: np.dtype[Any] | None = None
     voxel_size_um: FloatTriple | None = None  # None = from the source
     levels: int | None = None  # None = down to the first that fits into a chunk
-    v2: bool = False  # write OME-Zarr 0.4
     labels: bool = False  # coarser levels have the most frequent voxel instead of the mean
 
 
@@ -70,7 +68,7 @@ def import_volume(
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
-    plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, 0 if request.v2 else _PER_SHARD)
+    plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, _PER_SHARD)
     figures = CopyFigures(box_at((0, 0, 0), shape), plan.chunk_count)
     record = _record(request, source)
     if is_finished(request.out, record, IMPORT):

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.partial import open_partial
+from vesuvius.volume_tools.partial import check_name, has_partial, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, multiscale
-from vesuvius.volume_tools.record import check_name, has_partial, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
 Float32 = NDArray[np.float32]

@@ -20,8 +20,8 @@ from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_rate
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
+from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
-from vesuvius.volume_tools.record import partial_path
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +139,6 @@ def add_import(commands: Commands) -> None:
         "--levels",
         type=natural,
         help="levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)",
-    )
-    importer.add_argument(
-        "--v2", action="store_true", help="write OME-Zarr 0.4 (zarr v2, one file per chunk) for older programs"
     )
     _add_labels(importer)
     importer.set_defaults(run=_import)

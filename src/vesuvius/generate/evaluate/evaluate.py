@@ -44,7 +44,7 @@ from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES
-from vesuvius.volume_tools.record import check_record, finished_record
+from vesuvius.volume_tools.partial import check_record, finished_record
 from vesuvius.volumes.geometry import FloatTriple
 
 log = logging.getLogger(__name__)

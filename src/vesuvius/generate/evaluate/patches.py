@@ -29,7 +29,7 @@ from vesuvius.plan.make_plan import Split
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
-from vesuvius.volume_tools.record import finished_record
+from vesuvius.volume_tools.partial import finished_record
 from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from vesuvius.training.validation.pictures import (
     with_charts,
 )
 from vesuvius.training.validation.texture import measure_texture
-from vesuvius.volume_tools.record import partial_path
+from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volumes.box import box_along, box_at, shape_of, slices, times, triple
 from vesuvius.volumes.volume import open_volume
 

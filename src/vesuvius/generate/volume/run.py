@@ -54,9 +54,8 @@ from vesuvius.runlog.units import format_count, format_duration, format_size, fo
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import PartialCopy, open_partial
+from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
-from vesuvius.volume_tools.record import has_partial, is_finished, partial_path
 from vesuvius.volumes.box import Box, triple
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,11 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vesuvius.errors import one_line
 from vesuvius.volume_tools.sources.files import Stored, axis_letters, geometry, refuse
@@ -24,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _UNIT_BYTES = 2**24  # decoded at once if chunks are smaller
 _LISTED = 8
+_SPARE_FILES = 64
 _ABSENT = (KeyError, OSError, RuntimeError, ValueError)  # what h5py raises for links that lead nowhere
 _AXES = ("axistags", "axes", "axis_names", "axis_order", "dimension_names", "dims")  # attributes
 
@@ -40,28 +40,25 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     data = root[name]
     if not data.shape:
         raise refuse(f"{file}:/{name}", f"it has no voxels: its shape is {data.shape}", "choose another dataset")
-    files = sorted({file, *_files_of(data, set())})
+    files = sorted(set(_files_of(data, set())))
+    _allow_open(file, len(files))
     names = axis_letters(_hdf5_names(data), data.shape)
     lead = min(map(names.find, "ZYX"))
     unit = data.chunks or [1 if axis <= lead else size for axis, size in enumerate(data.shape)]
     size = _attribute(data, "element_size_um")
     voxel = geometry([] if size is None else np.ravel(size).tolist()[-3:], ["um"] * 3)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if data.is_virtual else 0
+    return Stored(files, names, data.shape, data.dtype, data.__getitem__, _at_once(unit, data.shape, data.dtype), voxel)
 
-    def get(index: tuple[Any, ...]) -> NDArray[Any]:
-        nonlocal root, data
-        voxels: NDArray[Any] = data[index]
-        if most > 0 and (there := len(os.listdir("/proc/self/fd"))) > most // 2:
-            # HDF5 keeps the parts of a virtual dataset open, and reads zeros if it cannot open more.
-            if there > most - 16:
-                raise refuse(file, f"a slice needs more than the {most} files that may be open", "raise ulimit -n")
-            data = None
-            root.close()
-            root = _hdf5_file(file)
-            data = root[name]
-        return voxels
 
-    return Stored(files, names, data.shape, data.dtype, get, _at_once(unit, data.shape, data.dtype), voxel)
+def _allow_open(file: Path, count: int) -> None:
+    """Let this process open so many files: HDF5 keeps all parts open, and reads zeros if it cannot open one."""
+    due = count + len(os.listdir("/proc/self/fd")) + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < due:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (due, hard))
+        except ValueError as error:
+            raise refuse(file, f"it has {count} files, but only {hard} may be open", "raise ulimit -n") from error
 
 
 def _hdf5_file(file: Path) -> Any:
@@ -82,27 +79,16 @@ def _dataset_name(root: Any, file: Path, name: str) -> str:
         if not hasattr(root[name or "/"], "keys"):
             return name
     except _ABSENT as error:
-        name, problem = "", f"it has no dataset /{name}{_broken_link(root, name)} ({one_line(error)})"
+        problem = f"it has no dataset /{name} ({one_line(error)})"
+        with suppress(*_ABSENT, AttributeError):
+            problem += f", but a link to {root.get(name, getlink=True).filename}"
+        name = ""
     found = list(islice(_datasets(root[name or "/"], name, set()), _LISTED + 1))
     if len(found) == 1 and not problem:
         return found[0]
     many = f"more than {_LISTED}" if len(found) > _LISTED else len(found)
     problem = problem or f"/{name} has {many} datasets of three axes or more"
     raise refuse(file, problem, f"choose one: {', '.join(f'{file}:/{each}' for each in found[:_LISTED]) or '-'}")
-
-
-def _broken_link(root: Any, name: str) -> str:
-    """': /a is a link to FILE:/b' for the first link along a path that leads nowhere."""
-    parts = name.split("/")
-    for path in ("/".join(parts[:end]) for end in range(1, len(parts) + 1)):
-        with suppress(*_ABSENT):
-            link = root.get(path, getlink=True)
-            try:
-                root[path]
-            except _ABSENT:
-                target = f"{getattr(link, 'filename', '')}:{getattr(link, 'path', '')}"
-                return f": /{path} is a link to {target}" if target != ":" else ""
-    return ""
 
 
 def _datasets(group: Any, path: str, seen: set[tuple[str, int]]) -> Iterator[str]:
@@ -133,11 +119,18 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
     seen.add((file, data.name))
     if data.is_virtual:
         for part in data.virtual_sources():
-            yield from _files_of_part(data, file, part, seen)
+            with _hdf5_file(_part_file(file, where, part.file_name)) as opened:
+                if (source := opened.get(part.dset_name)) is None:
+                    problem = f"it has no dataset {part.dset_name}, a part of {where}"
+                    raise refuse(opened.filename, problem, "restore the file")
+                if not _covers(source.shape, part):
+                    problem = f"{part.dset_name} has only {source.shape} voxels, less than {where} takes from it"
+                    raise refuse(opened.filename, problem, "finish or repeat the recording, or restore the file")
+                yield from _files_of(source, seen)
     elif data.external:
-        left, prefix = data.nbytes, _prefix("HDF5_EXTFILE_PREFIX", file)
+        left = data.nbytes
         for name, offset, size in data.external:
-            raw = Path(prefix, name).absolute()
+            raw = _folders("HDF5_EXTFILE_PREFIX", file)[0] / name
             due, left = offset + min(size, left), left - min(size, left)
             if not raw.is_file() or raw.stat().st_size < due:
                 remedy = "restore it, or set HDF5_EXTFILE_PREFIX to its folder"
@@ -146,38 +139,29 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
     elif data.size and not data.id.get_storage_size():
         raise refuse(where, "nothing was ever written to it: no block is stored", "finish or repeat the recording")
     elif data.chunks:
-        there = data.id.get_num_chunks()
-        if there < (due := math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))):
+        due = math.prod(-(-size // step) for size, step in zip(data.shape, data.chunks, strict=True))
+        if absent := due - data.id.get_num_chunks():
             log.warning(
-                "%s: %d of %d blocks were never written, and are read as %s", where, due - there, due, data.fillvalue
+                "%s: %d of %d blocks were never written, and are read as %s", where, absent, due, data.fillvalue
             )
 
 
-def _files_of_part(data: Any, file: Path, part: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
-    """The files of a mapping of a virtual dataset, which is one dataset, or a series with %b in its names."""
-    numbers: Sequence[int] = [0]
-    if "%b" in part.file_name + part.dset_name:
-        start, stride, blocks, _ = part.vspace.get_regular_hyperslab()
-        axis = max(range(data.ndim), key=blocks.__getitem__)  # the unlimited one
-        first = -(-(data.shape[axis] - start[axis]) // stride[axis])  # HDF5 ends the series at a missing file
-        later = [i for i in range(first, first + 1000) if _part_file(file, part.file_name.replace("%b", str(i)))]
-        numbers = range(max(1, first, *(i + 1 for i in later if "%b" in part.file_name)))
-    for number in numbers:
-        name, inside = (each.replace("%b", str(number)).replace("%%", "%") for each in (part.file_name, part.dset_name))
-        if (found := file if name == "." else _part_file(file, name)) is None:
-            remedy = f"restore it in {file.parent}, or set HDF5_VDS_PREFIX to its folder"
-            raise refuse(f"{file}:{data.name}", f"{name}, which holds a part of it, is missing", remedy)
-        with _hdf5_file(found) as opened:
-            try:
-                source = opened[inside]
-                fits = _covers(source.shape, part)
-            except _ABSENT as error:
-                problem = f"it has no dataset {inside}, a part of {file}:{data.name} ({one_line(error)})"
-                raise refuse(found, problem, "restore the file") from error
-            if not fits:
-                problem = f"{inside} has only {source.shape} voxels, less than {file}:{data.name} takes from it"
-                raise refuse(found, problem, "finish or repeat the recording, or restore the file")
-            yield from _files_of(source, seen)
+def _part_file(master: Path, where: str, name: str) -> Path:
+    """The first file in the places where HDF5 looks for a part.  Raises DataError if there is none."""
+    if name == ".":
+        return master
+    folders = [*_folders("HDF5_VDS_PREFIX", master), master.parent, Path.cwd(), master.resolve().parent]
+    places = [Path(name)] if os.path.isabs(name) else []
+    places += [folder / (os.path.basename(name) if places else name) for folder in folders]
+    if found := [each for each in places if each.is_file()]:
+        return found[0]
+    remedy = f"restore it in {master.parent}, or set HDF5_VDS_PREFIX to its folder"
+    raise refuse(where, f"{name}, which holds a part of it, is missing", remedy)
+
+
+def _folders(variable: str, master: Path) -> list[Path]:
+    """Folders set by the user, in which ${ORIGIN} is that of the master file; at least one."""
+    return [Path(each) for each in os.environ.get(variable, "").replace("${ORIGIN}", str(master.parent)).split(":")]
 
 
 def _covers(shape: tuple[int, ...], part: Any) -> bool:
@@ -188,20 +172,6 @@ def _covers(shape: tuple[int, ...], part: Any) -> bool:
         last = part.src_space.get_select_bounds()[1]
         return len(last) == len(shape) and all(end < size for end, size in zip(last, shape, strict=True))
     return math.prod(shape) > 0
-
-
-def _part_file(master: Path, name: str) -> Path | None:
-    """The first file in the places where HDF5 looks for a part."""
-    prefixes = [*os.environ.get("HDF5_VDS_PREFIX", "").split(":"), _prefix("HDF5_VDS_PREFIX", master)]
-    folders = [*filter(None, prefixes), str(master.parent), os.getcwd(), str(master.resolve().parent)]
-    searched = [Path(folder, os.path.basename(name) if os.path.isabs(name) else name) for folder in folders]
-    return next((each for each in (*[Path(name)] * os.path.isabs(name), *searched) if each.is_file()), None)
-
-
-def _prefix(variable: str, master: Path) -> str:
-    """A folder set by the user, in which ${ORIGIN} is that of the master file."""
-    value = os.environ.get(variable, "")
-    return value.replace("${ORIGIN}", str(master.parent), 1) if value != "." else ""
 
 
 def _hdf5_names(data: Any) -> Iterator[Any]:
@@ -232,15 +202,14 @@ def open_n5(folder: Path, inside: str) -> Stored:
         listed = ", ".join(f"{folder}:/{each.relative_to(folder)}" for each in found) or "-"
         raise refuse(folder, problem, f"choose one: {listed}")
     (path,) = found
-    parents = takewhile(lambda each: each != folder.parent, (path, *path.parents))
-    attributes = [_attributes(each) for each in parents]
-    data = _tensorstore(path, attributes[0])
+    about = _attributes(path)
+    data = _tensorstore(path, about)
     if all(data.shape) and not any(each.is_file() for each in path.glob("/".join(["[0-9]*"] * len(data.shape)))):
         raise refuse(path, "no block of it is stored", "copy the blocks, or correct the path")
     data, dtype = data.T, np.dtype(data.dtype.numpy_dtype)
-    names = axis_letters(_n5_names(attributes[0]), data.shape)
+    names = axis_letters(_n5_names(about), data.shape)
     unit = _at_once(data.chunk_layout.read_chunk.shape, data.shape, dtype)
-    voxel = geometry(*_n5_voxel_size(attributes, path.name, names))
+    voxel = geometry(*_n5_voxel_size(about, names))
     files = [path / "attributes.json"]
     return Stored(files, names, data.shape, dtype, lambda index: data[index].read().result(), unit, voxel)
 
@@ -289,24 +258,14 @@ def _n5_names(about: dict[str, Any]) -> Iterator[Any]:
         yield axes[::-1] if isinstance(axes, list) and transform.get("ordering") == "F" else axes
 
 
-def _n5_voxel_size(attributes: Sequence[dict[str, Any]], level: str, names: str) -> tuple[list[Any], list[Any]]:
-    """Voxel size and units z, y, x, from the attributes of a dataset and of the groups that contain it.
-
-    `pixelResolution` or `resolution` is that of the finest level where factors of this level are given.
-    """
-    keys = ("pixelResolution", "resolution")
-    known = ((depth, each, each[key]) for depth, each in enumerate(attributes) for key in keys if each.get(key))
-    depth, about, pixel = next(known, (0, {}, []))
-    if isinstance(pixel, dict):
-        about, pixel = pixel, pixel.get("dimensions")
-    factors = attributes[0].get("downsamplingFactors")
-    if factors is None and depth:
-        with suppress(IndexError, TypeError, ValueError):
-            of_levels: Any = attributes[1].get("scales", attributes[1].get("downsamplingFactors"))
-            factors = of_levels[int(level.removeprefix("s"))]
+def _n5_voxel_size(about: dict[str, Any], names: str) -> tuple[list[Any], list[Any]]:
+    """Voxel size and units z, y, x: `pixelResolution` or `resolution`, times `downsamplingFactors`."""
+    pixel = about.get("pixelResolution") or about.get("resolution") or []
+    units = pixel if isinstance(pixel, dict) else about
+    pixel = pixel.get("dimensions") if isinstance(pixel, dict) else pixel
 
     def along(values: Any, default: Any = None) -> list[Any]:
-        """Of values along the axes, or along x, y and z alone, fastest first, those of z, y and x."""
+        """Of values along all axes, or along x, y and z alone, fastest first, those of z, y and x."""
         values = values if isinstance(values, list) else [default if values is None else values] * 3
         letters = [letter for letter in names[::-1] if len(values) == len(names) or letter in "XYZ"]
         by_letter = dict(zip(letters, values, strict=False))
@@ -314,8 +273,8 @@ def _n5_voxel_size(attributes: Sequence[dict[str, Any]], level: str, names: str)
 
     sizes: list[Any] = along(pixel) if isinstance(pixel, list) and pixel else [pixel] if pixel else []
     with suppress(TypeError):
-        sizes = [size * factor for size, factor in zip(sizes, along(factors, 1), strict=False)]
-    return sizes, along(about.get("unit", about.get("units")))
+        sizes = [size * factor for size, factor in zip(sizes, along(about.get("downsamplingFactors"), 1), strict=False)]
+    return sizes, along(units.get("unit", units.get("units")))
 
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:

@@ -24,13 +24,6 @@ from vesuvius.volume_tools.sources.medical import is_affine, oriented, value_dty
 
 log = logging.getLogger(__name__)
 
-_TAGS = [
-    "BitsAllocated", "BitsStored", "Columns", "ImageOrientationPatient", "ImagePositionPatient", "ImageType",
-    "InstanceNumber", "NumberOfFrames", "PerFrameFunctionalGroupsSequence", "PhotometricInterpretation",
-    "PixelRepresentation", "PixelSpacing", "RescaleIntercept", "RescaleSlope", "Rows", "SamplesPerPixel",
-    "SeriesDescription", "SeriesInstanceUID", "SharedFunctionalGroupsSequence", "SliceThickness",
-    "SpacingBetweenSlices",
-]  # fmt: skip
 _MOST_OTHERS = 1000  # files looked at before a folder is taken as something else
 _SAME = 0.1  # of a step: distances between slices that differ by less are rounded
 
@@ -157,9 +150,8 @@ def _read(path: Path) -> list[_Slice]:
             if not file.stat().st_size:
                 raise refuse(file, "it is empty", "copy it again, or remove it")
             if is_dicom(file):
-                about = library.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
+                about = library.dcmread(file, stop_before_pixels=True)
                 if about.get("Rows") and about.get("Columns"):
-                    _check_decoder(file, about)
                     slices += _frames(file, about)
                     continue
                 if "Image Storage" in about.file_meta.MediaStorageSOPClassUID.name:
@@ -179,18 +171,6 @@ def _frames(file: Path, about: Any) -> Iterator[_Slice]:
         groups = [*own[frame : frame + 1], *shared]
         items = (item for group in groups for element in group if element.VR == "SQ" for item in element.value)
         yield _Slice(file, frame, (*items, about))
-
-
-def _check_decoder(file: Path, about: Any) -> None:
-    """Raise DataError if the compression of a file cannot be decoded."""
-    syntax = about.file_meta.TransferSyntaxUID
-    try:
-        if import_module("pydicom.pixels").get_decoder(syntax).is_available:
-            return
-        remedy = "pip install pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
-    except NotImplementedError:
-        remedy = "decompress it, e.g. gdcmconv --raw IN OUT"
-    raise refuse(file, f"no installed package decodes its compression, {syntax.name}", remedy)
 
 
 def _of_one_series(path: Path, slices: list[_Slice], uid: str) -> list[_Slice]:

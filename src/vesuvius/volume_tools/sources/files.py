@@ -173,6 +173,8 @@ def library_errors(path: str, where: str = "") -> Iterator[None]:
         text, remedy = one_line(error), "copy it again if it is damaged, or convert it to TIFF"
         if isinstance(error, PermissionError):
             remedy = "allow this user to read it"
+        elif re.search("decode the pixel data|decompress .* pixel data", text):  # pydicom
+            remedy = "pip install pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg, or decompress it with gdcmconv --raw"
         elif isinstance(error, ImportError) or re.search("imagecodecs|filter", text):
             remedy = "pip install 'vesuvius-diffusion[import]' hdf5plugin"
         raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error

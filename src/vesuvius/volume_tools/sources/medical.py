@@ -97,12 +97,10 @@ def open_nrrd(file: Path) -> Stored:
         for _ in range(int(header.get("lineskip", 0))):
             stream.readline()
         start, skip = stream.tell(), int(header.get("byteskip", 0))
-        packed = start if encoding != "raw" else None
-        if skip < 0:  # to the voxels at the end
-            whole: Any = stream if packed is None else gzip.GzipFile(fileobj=stream)
-            skip = whole.seek(0, 2) - math.prod(shape) * dtype.itemsize - (start if packed is None else 0)
+    if skip < 0:  # the voxels are at the end
+        start, skip = data.stat().st_size - math.prod(shape) * dtype.itemsize, 0
     names, affine = _nrrd_axes(file, header, shape[::-1])
-    begin = skip if packed is not None else start + skip
+    begin, packed = (start + skip, None) if encoding == "raw" else (skip, start)
     stored = contiguous(data, names, shape[::-1], dtype, begin, packed, last=not skip)
     stored = replace(stored, files=sorted({file, data}))
     if affine is not None:
@@ -147,16 +145,13 @@ def _vectors(header: dict[str, str], field: str) -> list[list[float]]:
 
 def _nrrd_axes(file: Path, header: dict[str, str], shape: Sequence[int]) -> tuple[str, NDArray[Any] | None]:
     """Axis letters, slowest first, by space directions, labels or kinds; with the affine of directions, if any."""
-    try:
+    with suppress(ValueError):
         vectors, origins = _vectors(header, "spacedirections"), _vectors(header, "spaceorigin")
         steps = [vector for vector in vectors if any(vector)]
-        if len(vectors) == len(shape) and len(steps) == 3:
-            signs = np.reshape(_SPACES.get(_space(header), (1, 1, 1)), (3, 1))
-            affine = np.array([*steps, *(origins or [[0.0] * 3])]).T * signs
-            if is_affine(affine):
-                return _letters(map(any, vectors))[::-1], affine
-    except ValueError:
-        pass
+        signs = np.reshape(_SPACES.get(_space(header), (1, 1, 1)), (3, 1))
+        affine = np.array([*steps, *(origins or [[0.0] * 3])]).T * signs
+        if len(vectors) == len(shape) and affine.shape == (3, 4) and is_affine(affine):
+            return _letters(map(any, vectors))[::-1], affine
     if directions := header.get("spacedirections"):
         words = "the space directions %s (origin %s) of %s cannot be used; its voxels are kept in stored order"
         log.warning(words, directions, header.get("spaceorigin"), file)
@@ -249,23 +244,20 @@ def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str], of_
     frame = cosines[:, order] * signs
     if np.abs(frame - np.eye(3)).max() > _ALIGNED:
         angle = np.degrees(np.arccos(np.clip((np.trace(frame) - 1) / 2, -1, 1)))
-        log.warning(
-            "%s is rotated by %.2f degrees in space, which is dropped; it aligns with scans rotated alike", file, angle
-        )
+        words = "%s is rotated by %.2f degrees in space, which is dropped; it aligns with scans rotated alike"
+        log.warning(words, file, angle)
     names = stored.names.translate({ord("XYZ"[axis]): "XYZ"[space] for space, axis in enumerate(order)})
-    corner = frame.T @ affine[:, 3]
-    sizes = dict(zip(names, stored.shape, strict=True))
-    turned = {letter for letter, sign in zip("XYZ", signs, strict=True) if sign < 0}
-    for space, letter in enumerate("XYZ"):
-        corner[space] -= (letter in turned) * (sizes[letter] - 1) * scale[space]
-    flips = [slice(None, None, -1 if letter in turned else None) for letter in names if letter in "XYZ"]
+    sizes = [stored.shape[names.index(letter)] for letter in "XYZ"]
+    corner = frame.T @ affine[:, 3] - (signs < 0) * np.subtract(sizes, 1) * scale
+    turned = {letter: size for letter, size, sign in zip("XYZ", sizes, signs, strict=True) if sign < 0}
+    flips = tuple(slice(None, None, -1 if letter in turned else None) for letter in names if letter in "XYZ")
 
     def get(index: tuple[Any, ...]) -> NDArray[Any]:
-        parts = [
-            slice(sizes[letter] - part.stop, sizes[letter] - part.start) if letter in turned else part
+        parts = (
+            slice(turned[letter] - part.stop, turned[letter] - part.start) if letter in turned else part
             for letter, part in zip(names, index, strict=True)
-        ]
-        return stored.get(tuple(parts))[tuple(flips)]
+        )
+        return stored.get(tuple(parts))[flips]
 
     placed = replace(
         geometry(scale[::-1], units_xyz[::-1]), translation_zyx=triple(corner[::-1].tolist()), translated=True
