@@ -36,6 +36,7 @@ from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.slices import open_folder
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import chunk_box
@@ -343,23 +344,28 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def turned(voxels: Voxels, axes: str) -> Voxels:
-    return np.flip(voxels, ["zyx".index(axis) for axis in axes])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_opened_scan_equals_its_source(tmp_path: Path, case: str) -> None:
-    """Unit by unit, as an import decodes it."""
-    write, expected = CASES[case]
-    voxels = scan(expected.get("dtype", "uint16"))
-    stored = open_source(write(tmp_path, voxels), expected.get("select", ()))
-    assert (stored.shape, stored.dtype) == (voxels.shape, voxels.dtype.newbyteorder("="))
+def read(stored: Stored) -> Voxels:
+    """All voxels of an opened scan, unit by unit as an import decodes them."""
     found = np.empty(stored.shape, stored.dtype)
     units = list(np.ndindex(*(-(-size // step) for size, step in zip(stored.shape, stored.unit, strict=True))))
     for unit in reversed(units) if stored.backwards else units:
         part = box_slices(chunk_box(unit, stored.unit, stored.shape))
         found[part] = stored.get(part)
     stored.finish()
+    return found
+
+
+def turned(voxels: Voxels, axes: str) -> Voxels:
+    return np.flip(voxels, ["zyx".index(axis) for axis in axes])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_opened_scan_equals_its_source(tmp_path: Path, case: str) -> None:
+    write, expected = CASES[case]
+    voxels = scan(expected.get("dtype", "uint16"))
+    stored = open_source(write(tmp_path, voxels), expected.get("select", ()))
+    assert (stored.shape, stored.dtype) == (voxels.shape, voxels.dtype.newbyteorder("="))
+    found = read(stored)
     np.testing.assert_array_equal(found, turned(voxels, expected.get("turned", "")))
     assert list(stored.geometry.units_zyx) == expected.get("units", [None] * 3)
     np.testing.assert_allclose(stored.geometry.scale_zyx, expected.get("scale", (1, 1, 1)), rtol=1e-6)  # NIfTI: float32

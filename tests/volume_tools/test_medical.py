@@ -19,13 +19,14 @@ import nrrd
 import numpy as np
 import pytest
 
-from tests.volume_tools.test_importing import Voxels, imported, scan
+from tests.volume_tools.test_importing import Voxels, imported, read, scan
 from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
+from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (9, 14, 11)
@@ -35,10 +36,9 @@ UNORIENTED = "kept in stored order"
 
 
 def run(source: Path, *select: int) -> tuple[Voxels, Any]:
-    """Voxels and geometry of an import."""
-    out = source.with_name(f"{source.name}.zarr")
-    import_volume(ImportRequest(str(source), out, select, levels=1))
-    return imported(out), open_volume(ArrayConfig(path=str(out))).geometry
+    """Voxels and geometry of a scan."""
+    stored = open_source(str(source), select)
+    return read(stored), stored.geometry
 
 
 def stored(voxels: Voxels, order: tuple[int, ...], flips: tuple[int, ...]) -> tuple[Voxels, Voxels]:
@@ -64,13 +64,24 @@ def save_nrrd(file: Path, array: Voxels, affine: Voxels, space: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_files_of_one_patient_align_however_they_are_stored(
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
+def test_reversed_axes_are_imported_across_layers(
     tmp_path: Path, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With layers of 8 slices, so that reversed axes cross layers."""
+    """Of 8 slices."""
     for name, value in (("_CHUNK", 8), ("_PER_SHARD", 1), ("_LAYER", 8)):
         monkeypatch.setattr(importing, name, value)
+    voxels, out = scan("uint16", SHAPE), tmp_path / "out.zarr"
+    source = save_nifti(tmp_path / "v.nii.gz", *stored(voxels, order, (1, 1, 1)))
+    import_volume(ImportRequest(str(source), out, levels=1))
+    np.testing.assert_array_equal(imported(out), voxels)
+    geometry = open_volume(ArrayConfig(path=str(out))).geometry
+    assert geometry is not None
+    np.testing.assert_allclose(geometry.translation_zyx, CORNER[::-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_files_of_one_patient_align_however_they_are_stored(tmp_path: Path, order: tuple[int, ...]) -> None:
     voxels = scan("uint16", SHAPE)
     for number, flips in enumerate(itertools.product((0, 1), repeat=3)):
         array, lps = stored(voxels, order, flips)

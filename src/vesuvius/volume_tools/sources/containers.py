@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 
 from vesuvius.errors import one_line
 from vesuvius.volume_tools.sources.files import Stored, axis_letters, geometry, refuse
+from vesuvius.volumes.box import triple
+from vesuvius.volumes.geometry import VOXELS, Geometry
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     lead = min(map(names.find, "ZYX"))
     unit = data.chunks or [1 if axis <= lead else size for axis, size in enumerate(data.shape)]
     size = _attribute(data, "element_size_um")
-    voxel = geometry([] if size is None else np.ravel(size).tolist()[-3:], ["um"] * 3)
+    voxel = geometry(None if size is None else np.ravel(size).tolist()[-3:], "um")
     return Stored(files, names, data.shape, data.dtype, data.__getitem__, _at_once(unit, data.shape, data.dtype), voxel)
 
 
@@ -209,7 +212,7 @@ def open_n5(folder: Path, inside: str) -> Stored:
     data, dtype = data.T, np.dtype(data.dtype.numpy_dtype)
     names = axis_letters(_n5_names(about), data.shape)
     unit = _at_once(data.chunk_layout.read_chunk.shape, data.shape, dtype)
-    voxel = geometry(*_n5_voxel_size(about, names))
+    voxel = _n5_voxel_size(about, names[::-1])
     files = [path / "attributes.json"]
     return Stored(files, names, data.shape, dtype, lambda index: data[index].read().result(), unit, voxel)
 
@@ -258,23 +261,17 @@ def _n5_names(about: dict[str, Any]) -> Iterator[Any]:
         yield axes[::-1] if isinstance(axes, list) and transform.get("ordering") == "F" else axes
 
 
-def _n5_voxel_size(about: dict[str, Any], names: str) -> tuple[list[Any], list[Any]]:
-    """Voxel size and units z, y, x: `pixelResolution` or `resolution`, times `downsamplingFactors`."""
-    pixel = about.get("pixelResolution") or about.get("resolution") or []
-    units = pixel if isinstance(pixel, dict) else about
-    pixel = pixel.get("dimensions") if isinstance(pixel, dict) else pixel
-
-    def along(values: Any, default: Any = None) -> list[Any]:
-        """Of values along all axes, or along x, y and z alone, fastest first, those of z, y and x."""
-        values = values if isinstance(values, list) else [default if values is None else values] * 3
-        letters = [letter for letter in names[::-1] if len(values) == len(names) or letter in "XYZ"]
-        by_letter = dict(zip(letters, values, strict=False))
-        return [by_letter.get(letter) for letter in "ZYX"]
-
-    sizes: list[Any] = along(pixel) if isinstance(pixel, list) and pixel else [pixel] if pixel else []
-    with suppress(TypeError):
-        sizes = [size * factor for size, factor in zip(sizes, along(about.get("downsamplingFactors"), 1), strict=False)]
-    return sizes, along(units.get("unit", units.get("units")))
+def _n5_voxel_size(about: dict[str, Any], names: str) -> Geometry:
+    """Voxel size by `pixelResolution` or `resolution`, times `downsamplingFactors`; `names` are fastest first."""
+    pixel = about.get("pixelResolution") or about.get("resolution") or {}
+    described = pixel if isinstance(pixel, dict) else about | {"dimensions": pixel}
+    voxel = geometry(described.get("dimensions"), described.get("unit", described.get("units")), names)
+    factors = about.get("downsamplingFactors")
+    if voxel == VOXELS or factors is None:
+        return voxel
+    return replace(
+        voxel, scale_zyx=triple(np.multiply(voxel.scale_zyx, geometry(factors, None, names).scale_zyx).tolist())
+    )
 
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:

@@ -134,8 +134,8 @@ def open_dicom(path: Path, inside: str = "") -> Stored:
             step = np.subtract(slices[-1].position, first.position) / (len(slices) - 1)
         affine = np.column_stack([plane[0] * per_column, plane[1] * per_row, step, first.position])
         if is_affine(affine):
-            return oriented(stored, affine, ["mm"] * 3)
-    return replace(stored, geometry=geometry([between, per_row, per_column], ["mm"] * 3))
+            return oriented(stored, affine, "mm")
+    return replace(stored, geometry=geometry([between, per_row, per_column], "mm"))
 
 
 def _read(path: Path) -> list[_Slice]:

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,25 @@ class Stored:
     finish: Callable[[], None] = lambda: None  # checks what no unit covers: the end of a stream
 
 
-def geometry(sizes_zyx: Sequence[Any], units_zyx: Sequence[str | None]) -> Geometry:
-    """A geometry with this voxel size; `VOXELS` if there is none, with a WARNING if it cannot be used."""
-    try:
-        sizes = [float(size) for size in sizes_zyx]
-        units = [unit_name(unit if isinstance(unit, str) else None) for unit in units_zyx]
-        if len(sizes) == 3 and all(0 < size < math.inf for size in sizes):
-            return Geometry(triple(sizes), (0, 0, 0), triple(units if len(units) == 3 else [None] * 3))
-    except (TypeError, ValueError):
-        pass
-    if len(sizes_zyx):
-        log.warning("the voxel size %s in the file cannot be used; set it with --voxel-size-um", list(sizes_zyx))
+def geometry(sizes: Any, units: Any, names: str = "ZYX") -> Geometry:
+    """A geometry with this voxel size; `VOXELS` if there is none, with a WARNING if it cannot be used.
+
+    `sizes` and `units` are values for all axes, or lists along the axes `names`, or along z, y and x of these alone.
+    """
+
+    def zyx(values: Any) -> list[Any]:
+        values = values if isinstance(values, list) else [values] * len(names)
+        letters = names if len(values) == len(names) else [letter for letter in names if letter in "ZYX"]
+        by_letter = dict(zip(letters, values, strict=True))
+        return [by_letter[letter] for letter in "ZYX"]
+
+    if sizes in (None, []):
+        return VOXELS
+    with suppress(KeyError, TypeError, ValueError):
+        scale = triple(map(float, zyx(sizes)))
+        if all(0 < size < math.inf for size in scale):
+            return Geometry(scale, (0, 0, 0), triple(map(unit_name, zyx(units or None))))
+    log.warning("the voxel size %s in the file cannot be used; set it with --voxel-size-um", sizes)
     return VOXELS
 
 

@@ -55,13 +55,13 @@ def open_nifti(file: Path) -> Stored:
     stored = contiguous(data, names[::-1], shape[::-1], dtype, start, 0 if _is_gzip(data) else None)
     slope, inter = header.get_slope_inter()
     stored = rescaled(replace(stored, files=sorted({head_file, data})), slope or 1, inter or 0)
-    units = [header.get_xyzt_units()[0]] * 3
+    units = header.get_xyzt_units()[0]
     with suppress(ValueError):  # a quaternion that is none
         affine = np.diag([-1, -1, 1]) @ header.get_best_affine()[:3]
         if (header["sform_code"] or header["qform_code"]) and is_affine(affine):
             return oriented(stored, affine, units)
     log.warning("%s has no usable orientation (sform, qform); its voxels are kept in stored order", file)
-    return replace(stored, geometry=geometry(header["pixdim"][3:0:-1], units))
+    return replace(stored, geometry=geometry(header["pixdim"][3:0:-1].tolist(), units))
 
 
 def _pair(file: Path, ending: str) -> Path:
@@ -104,13 +104,9 @@ def open_nrrd(file: Path) -> Stored:
     stored = contiguous(data, names, shape[::-1], dtype, begin, packed, last=not skip)
     stored = replace(stored, files=sorted({file, data}))
     if affine is not None:
-        return oriented(stored, affine, _quoted(header, "spaceunits"), _space(header) in _SPACES)
-
-    def along(values: list[str]) -> list[str]:
-        return [values[~names.find(letter)] for letter in "ZYX"] if len(values) == len(names) else values
-
-    sizes, units = along(header.get("spacings", "").split()), along(_quoted(header, "units"))
-    return replace(stored, geometry=geometry(sizes, units))
+        return oriented(stored, affine, _quoted(header, "spaceunits")[:3], _space(header) in _SPACES)
+    voxel = geometry(header.get("spacings", "").split(), _quoted(header, "units"), names[::-1])
+    return replace(stored, geometry=voxel)
 
 
 def _nrrd_header(file: Path) -> tuple[dict[str, str], int]:
@@ -219,7 +215,7 @@ def is_affine(affine: NDArray[Any]) -> bool:
     return bool(np.isfinite(affine).all() and np.linalg.matrix_rank(affine[:, :3]) == 3)
 
 
-def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str], of_patient: bool = True) -> Stored:
+def oriented(stored: Stored, affine: NDArray[Any], units_xyz: str | list[str], of_patient: bool = True) -> Stored:
     """Permute and reverse the axes X, Y, Z of an array so that they increase along those of space, or nearly.
 
     Rotations are dropped with a WARNING, the same for all scans on one grid, so that these align.  Reads nothing.
@@ -233,9 +229,9 @@ def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str], of_
     file, lengths = stored.files[0], np.linalg.norm(affine[:, :3], axis=0)
     if any(stored.names.count(letter) != 1 for letter in "XYZ"):
         return stored
-    if of_patient and not any(map(unit_name, units_xyz)):
+    if of_patient and not any(map(unit_name, np.ravel(units_xyz))):
         log.info("%s gives no unit of length; millimeters are assumed", file)
-        units_xyz = ["mm"] * 3
+        units_xyz = "mm"
     cosines = affine[:, :3] / lengths
     if np.abs(cosines.T @ cosines - np.eye(3)).max() > 1e-2:
         raise refuse(file, "its axes are not at right angles (a tilted gantry?)", "resample it")
@@ -260,7 +256,7 @@ def oriented(stored: Stored, affine: NDArray[Any], units_xyz: Sequence[str], of_
         return stored.get(tuple(parts))[flips]
 
     placed = replace(
-        geometry(scale[::-1], units_xyz[::-1]), translation_zyx=triple(corner[::-1].tolist()), translated=True
+        geometry(scale.tolist(), units_xyz, "XYZ"), translation_zyx=triple(corner[::-1].tolist()), translated=True
     )
     backwards = min("XYZ", key=names.find) in turned
     return replace(stored, names=names, get=get, geometry=placed, backwards=backwards)

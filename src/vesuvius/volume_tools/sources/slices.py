@@ -196,7 +196,7 @@ def _voxel_size(file: Path, tiff: Any) -> Geometry:
             found = {} if pixels is None else pixels.attrib
             sizes = [found[f"PhysicalSize{axis}"] for axis in "ZYX" if f"PhysicalSize{axis}" in found]
             units = [found.get(f"PhysicalSize{axis}Unit", "um") for axis in "ZYX"]
-            return geometry(sizes if len(sizes) == 3 else (), units)
+            return geometry(sizes if len(sizes) == 3 else None, units)
         about, tags = tiff.imagej_metadata or {}, tiff.pages[0].tags
         if (unit := about.get("unit", "pixel")) == "pixel" or "XResolution" not in tags or "YResolution" not in tags:
             return VOXELS
