@@ -21,7 +21,6 @@ EXIT_GUARD = 4
 EXIT_NONFINITE = 5
 EXIT_DATA = 6
 EXIT_NO_RESULT = 7  # a check of `doctor` failed; `tune` or `bench` could measure nothing
-EXIT_MOVED = 7
 # Only for `vesuvius memcheck`.
 EXIT_MEMORY_WARN = 10
 EXIT_MEMORY_CRITICAL = 11
@@ -115,8 +114,6 @@ class StorageError(DataError):
 
 class RunMovedError(StorageError, OSError):
     """The run directory was moved, deleted or replaced while the run was using it."""
-
-    exit_code = EXIT_MOVED
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vesuvius.errors import EXIT_MOVED, RunMovedError
+from vesuvius.errors import EXIT_DATA, RunMovedError
 from vesuvius.runlog.files import AppendFile, write_atomically
 from vesuvius.runlog.held import problem, where
 from vesuvius.runlog.run_dir import RunDir
@@ -82,7 +82,7 @@ def test_what_is_written_after_a_move_follows_the_directory_or_is_refused(
         if moved is None:
             with pytest.raises(RunMovedError, match="was deleted or replaced") as raised:
                 where(run.checkpoints)
-            assert raised.value.exit_code == EXIT_MOVED
+            assert raised.value.exit_code == EXIT_DATA
             assert "deleted or replaced" in problem(run.path)
         else:
             assert where(run.checkpoints) == moved / "checkpoints"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.kill_harness import Session
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig
-from vesuvius.errors import EXIT_MOVED
+from vesuvius.errors import EXIT_DATA
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
@@ -43,18 +43,18 @@ def test_a_moved_run_saves_where_it_is_now_and_leaves_its_successor_alone(
             assert processes[0].poll() is None, output_of(tmp_path, ranks)
         run.rename(moved)
         others = another_run(run, moved)
-        assert ends_of(processes) == [EXIT_MOVED] * ranks, output_of(tmp_path, ranks)
+        assert ends_of(processes) == [EXIT_DATA] * ranks, output_of(tmp_path, ranks)
         said = (tmp_path / "rank_0.txt").read_text()
     assert f"{run} was moved to {moved}; continue there with --resume name=old" in said
     assert tree(run) == others
     records = read_records(moved / "metrics.jsonl")
     end = records[-1]
-    assert (end["kind"], end["exit_code"]) == ("run_end", EXIT_MOVED)
+    assert (end["kind"], end["exit_code"]) == ("run_end", EXIT_DATA)
     saved = list_checkpoints(moved / "checkpoints")
     assert [find_damage(path) for path in saved] == [None] * len(saved)
     assert step_of(saved[-1]) == end["step"], "no step is lost"
     assert "ended after step" in (moved / "logs/train_full.log").read_text()
-    assert f'"exit_code": {EXIT_MOVED}' in (moved / "session.json").read_text()
+    assert f'"exit_code": {EXIT_DATA}' in (moved / "session.json").read_text()
     with Session(config, tmp_path, "--resume", "name=old", f"training.max_steps={end['step'] + 1}") as session:
         assert session.end() == 0, session.text()
 
@@ -69,6 +69,6 @@ def test_a_run_without_a_directory_ends_with_an_error_and_does_not_create_it_aga
     with Session(config, tmp_path) as session:
         session.wait_for("Train step", 2)
         shutil.rmtree(run)
-        assert session.end() == EXIT_MOVED, session.text()
+        assert session.end() == EXIT_DATA, session.text()
         assert f"The run directory {run} was deleted or replaced" in session.text()
     assert not run.exists()

@@ -87,59 +87,34 @@ from vesuvius.commands import train
 {patch}
 sys.exit(train.main(sys.argv[1:]))
 """
-# What takes long: many micro-batches, one that computes in Python, a compilation (a wrong program raises an Exception,
-# which torch.compile takes for a failure, and trains on without it), a batch of a validation, and kernels under test.
+# What takes long: a step of many micro-batches, a validation of many batches, and kernels under test.
+SLOW = """
+def slowed(function, is_slow):
+    def slow(*given, **more):
+        if is_slow(*given):
+            print("it takes long", flush=True)
+            time.sleep(2)
+        return function(*given, **more)
+    return slow
+"""
 ENDLESS_WORK = {
     "micro-batches": """
 from vesuvius.training.step import step
-accumulate = step.TrainStep.accumulate
-def slow(self, *given):
-    if given[1][0] >= 6:
-        print("it takes long", flush=True)
-        end = time.monotonic() + 2
-        while time.monotonic() < end: sum(range(1000))
-    return accumulate(self, *given)
-step.TrainStep.accumulate = slow
-""",
-    "micro-batch": """
-import torch
-from vesuvius.diffusion.network import unet
-forward, calls = unet.UNet.forward, []
-def slow(self, *given):
-    calls.append(1)
-    while self.training and torch.is_grad_enabled() and len(calls) > 6:
-        print("it takes long", flush=True); time.sleep(0.1)
-    return forward(self, *given)
-unet.UNet.forward = slow
-""",
-    "compilation": """
-import torch
-from vesuvius.training.step import setup
-from vesuvius.diffusion.network.regions import CompiledRegions
-def backend(graph, inputs):
-    while True:
-        print("it takes long", flush=True); time.sleep(0.1)
-setup.CompiledRegions = lambda: CompiledRegions(backend)
+step.TrainStep.accumulate = slowed(step.TrainStep.accumulate, lambda self, x_0, indices, *_: indices[0] >= 16)
 """,
     "validation": """
 from vesuvius.training.step import step
-def slow(*_):
-    while True:
-        print("it takes long", flush=True); time.sleep(0.1)
-step.TrainStep.denoiser = lambda *_: slow
+denoiser = step.TrainStep.denoiser
+step.TrainStep.denoiser = lambda *given: slowed(denoiser(*given), lambda *_: True)
 """,
     "kernels": """
-from vesuvius.training import run
-def slow(*_):
-    while True:
-        print("it takes long", flush=True); time.sleep(0.1)
-run.check_kernels = slow
+from vesuvius.training.step import self_test
+self_test.convolution_errors = slowed(lambda *_: {}, lambda *_: True)
 """,
 }
 CASES = [
     ("micro-batches", "USR1", 2),
-    ("micro-batch", "TERM", 2),
-    ("compilation", "USR2", 0),
+    ("micro-batches", "TERM", 2),
     ("validation", "XCPU", 3),
     ("kernels", "INT", None),
 ]
@@ -149,11 +124,11 @@ CASES = [
 def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, name: str, saved: int | None
 ) -> None:
-    keys = {"accumulate_steps": 3, "train_batch_size": 1, "max_steps": 4, "save_every": 100, "optimizer": "muon"}
+    keys = {"accumulate_steps": 8, "train_batch_size": 1, "max_steps": 4, "save_every": 100, "optimizer": "muon"}
     keys |= {"validate_every": 3, "validate_patches": 2} if work == "validation" else {}
     config = tiny_config(training=keys)
-    program = ENDLESS.format(patch=ENDLESS_WORK[work])
-    overrides = ["training.compile=true"] * (work == "compilation")
+    program = ENDLESS.format(patch=SLOW + ENDLESS_WORK[work])
+    overrides = ["training.amp=bf16"] * (work == "kernels")
     with Session(config, tmp_path, *overrides, program=("-c", program)) as session:
         session.wait_for("it takes long")
         session.process.send_signal(getattr(signal, f"SIG{name}"))
@@ -162,7 +137,7 @@ def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
             session.process.send_signal(signal.SIGXCPU)
         assert session.end() == (130 if name == "INT" else 75), session.text()
         assert "Traceback" not in session.text()
-        assert "torch.compile failed" not in session.text()
+        assert session.text().count("it takes long") < 6, "most of it was dropped"
     run = tmp_path / "runs/tiny"
     if saved is None:
         assert not run.exists()

@@ -30,7 +30,7 @@ from vesuvius.training.checkpoint.trained import (
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.setup import build_meta_network, choose_device, uses_channels_last
-from vesuvius.training.stop import StoppedError, StopRequest
+from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -170,17 +170,6 @@ class ProgressReporter:
         if self.stop is not None and self.stop.is_requested():
             remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
             raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Context of work that a signal may end anywhere, without waiting for the network.  Raises like `check`."""
-        assert self.stop is not None
-        try:
-            with self.stop.dropping():
-                yield
-        except StoppedError:
-            self.check()
-            raise
 
     def report(self, what: str, done: int, total: int) -> None:
         self._progress = f"after {done} of {total} {what}"

@@ -124,19 +124,18 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.read(numbers) if conditions else None
-            with progress.interruptible():
-                drawn, evaluations = generate(
-                    network.denoiser,
-                    network.schedule,
-                    config.diffusion,
-                    request.seed,
-                    numbers,
-                    (1, *config.data.patch_size),
-                    network.device,
-                    guide=network.guide,
-                    condition=network.condition_for(None if stored is None else stored[:, None], len(numbers)),
-                    on_step=step_done,
-                )
+            drawn, evaluations = generate(
+                network.denoiser,
+                network.schedule,
+                config.diffusion,
+                request.seed,
+                numbers,
+                (1, *config.data.patch_size),
+                network.device,
+                guide=network.guide,
+                condition=network.condition_for(None if stored is None else stored[:, None], len(numbers)),
+                on_step=step_done,
+            )
             x_0 = drawn[:, 0].cpu().numpy()
             if bad := [n for n, values in zip(numbers, x_0, strict=True) if not np.isfinite(values).all()]:
                 raise NonFiniteError(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.diffusion.randomness import stratified_timesteps
-from vesuvius.errors import EXIT_MOVED, NonFiniteError, one_line
+from vesuvius.errors import EXIT_DATA, NonFiniteError, one_line
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.monitor.monitor import Monitor
@@ -125,7 +125,7 @@ class TrainingLoop:
         if self.run.ranks.is_main and (now := time.monotonic()) >= self._looks_s:
             self._looks_s = now + _LOOK_EVERY_S
             if moved := problem(self.run.directory.path):
-                self.run.stop.request(EXIT_MOVED, moved, logging.ERROR)
+                self.run.stop.request(EXIT_DATA, moved, logging.ERROR)
 
     def _open_resident(self) -> Resident | None:
         """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""
@@ -231,10 +231,10 @@ class TrainingLoop:
         try:
             for batch, t in batches:
                 for of in self._pieces(t):
+                    if alone and run.stop.is_overdue():
+                        raise StoppedError
                     piece, exchanges = batch.rows(of), last and of.stop >= len(t) and not late
-                    given = (piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
-                    with run.stop.dropping(alone):
-                        self.train_step.accumulate(*given)
+                    self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
             return True
         except Exception as error:
             if not (can_halve and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):

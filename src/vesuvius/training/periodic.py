@@ -10,16 +10,12 @@ import math
 import time
 from functools import partial
 
-from torch import Tensor
-
-from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.errors import StorageError, disk_remedy
 from vesuvius.training.checkpoint.progress import Best
 from vesuvius.training.checkpoint.resume import run_state
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
-from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation.pictures import make_preview
 from vesuvius.training.validation.validation import Reference, validate
 
@@ -121,29 +117,16 @@ class PeriodicTasks:
             run.ranks.announce_stop(stop)
         return run.stop.is_requested() or run.ranks.stopping is not None or run.ranks.failure is not None
 
-    def _denoiser(self, weights: str) -> Denoise:
-        """A denoiser that a stop interrupts with StoppedError; not with several ranks, which stop together."""
-        denoise, stop, alone = self._train_step.denoiser(weights), self._run.stop, self._run.ranks.world == 1
-
-        def interruptible(x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-            with stop.dropping(alone):
-                return denoise(x_t, t, condition)
-
-        return interruptible
-
     def _validate(self) -> bool:
         """Validate all sets of weights; returns whether the EMA weights have a new best error."""
         assert self._reference is not None
         assert self._reference.held_out
         started, progress, step = time.monotonic(), self._progress, self._train_step
-        denoisers = {name: self._denoiser(name) for name in step.weight_names}
+        denoisers = {name: step.denoiser(name) for name in step.weight_names}
         spectrum = self._run.checked.facts.spectrum
         stop = partial(self._stops, "batch of a validation")
         ranks = self._run.ranks
-        try:
-            result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop, ranks)
-        except StoppedError:
-            result = None
+        result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop, ranks)
         if result is None:
             return False
         error, before = result.relative_error, progress.best
@@ -172,7 +155,7 @@ class PeriodicTasks:
                 run.config,
                 run.directory.path,
                 progress.step,
-                self._denoiser("ema"),
+                self._train_step.denoiser("ema"),
                 self._train_step.schedule,
                 self._reference,
                 run.checked.facts.voxel_size_um,

@@ -8,7 +8,7 @@ import logging
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import (
+    EXIT_DATA,
     EXIT_ERROR,
-    EXIT_MOVED,
     EXIT_OK,
     RunMovedError,
     StorageError,
@@ -136,8 +136,7 @@ def _begin(
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
         if not isinstance(checked, int):
-            with stop.dropping():
-                config = _check_kernels(config, ranks, can_halve=bool(chosen))
+            config = _check_kernels(config, ranks, bool(chosen), stop.raise_if_requested)
             checked = replace(checked, can_halve=bool(chosen))
     except StoppedError:
         log.info("stopped before the run began")
@@ -215,7 +214,9 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
     return checked
 
 
-def _check_kernels(config: Config, ranks: Ranks, can_halve: bool = False) -> Config:
+def _check_kernels(
+    config: Config, ranks: Ranks, can_halve: bool = False, poll: Callable[[], None] = lambda: None
+) -> Config:
     """Choose and test this device's kernels before anything is written.
 
     Returns the config, with a smaller micro-batch if memory ran out and `can_halve`.  Raises ConfigError, and
@@ -225,7 +226,7 @@ def _check_kernels(config: Config, ranks: Ranks, can_halve: bool = False) -> Con
     configure_kernels(device, config.training)
     micro_batch = rank_share(config, ranks.rank, ranks.world).micro_batch
     try:
-        check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device))
+        check_kernels(config, micro_batch, device, resolve_amp(config.training.amp, device), poll=poll)
         return config
     except Exception as error:
         if not is_gpu_memory_error(error):
@@ -234,7 +235,7 @@ def _check_kernels(config: Config, ranks: Ranks, can_halve: bool = False) -> Con
             raise gpu_memory_error(config, device, error, None) from error
     smaller = next(size for size in range(micro_batch - 1, 0, -1) if micro_batch % size == 0)
     log.warning("out of memory when testing kernels with micro-batch %d; trying %d", micro_batch, smaller)
-    return _check_kernels(config.with_micro_batch(smaller), ranks, can_halve)
+    return _check_kernels(config.with_micro_batch(smaller), ranks, can_halve, poll)
 
 
 @contextlib.contextmanager
@@ -370,7 +371,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
                 "damaged regions in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name
             )
         return EXIT_OK
-    if stop.exit_code in (EXIT_OK, EXIT_MOVED):  # a completed profile; the reason says how to continue
+    if stop.exit_code in (EXIT_OK, EXIT_DATA):  # a completed profile; the reason says how to continue
         log.info("ended after step %d: %s", progress.step, stop.reason)
     else:
         log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)

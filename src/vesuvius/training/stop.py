@@ -1,6 +1,6 @@
 """Requests to end a run before its last step: signals, the time limit, the memory guard.
 
-The current step is finished, or dropped if it takes long (`StopRequest.dropping`).
+The current step is finished, or dropped if it takes long (`StopRequest.is_overdue`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
@@ -26,11 +25,11 @@ T = TypeVar("T")
 
 _POLL_S = 0.1
 _COUNTED = (signal.SIGTERM, signal.SIGINT)
-_FINISH_S = 3.0  # for the work in progress after a stop
+_FINISH_S = 3.0  # for a step of many micro-batches after a stop
 
 
-class StoppedError(BaseException):
-    """A stop was requested, and the work in progress is dropped.  No Exception: torch.compile wraps those."""
+class StoppedError(Exception):
+    """A stop was requested, and the work in progress is dropped."""
 
 
 class StopRequest:
@@ -49,7 +48,6 @@ class StopRequest:
         self.exit_code: int | None = None
         self.reason: str | None = None
         self._received = set[int]()
-        self._drops = False
         self._since_s: float | None = None
         # The others stay with a program that handles them, or ignored, as by `nohup`.
         handlers = {number: signal.getsignal(number) for number in (*_COUNTED, *STOP_SIGNALS)}
@@ -63,37 +61,9 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            if signal.SIGALRM in self._before and self._since_s is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in self._before.items():
                 repeats = number in self._received and number not in _COUNTED
                 signal.signal(number, signal.SIG_IGN if repeats else handler)
-
-    @contextmanager
-    def dropping(self, active: bool = True) -> Iterator[None]:
-        """Context of work that is dropped unless it ends within 3 s of a stop; no effect unless `active`.
-
-        An alarm ends it wherever the main thread runs Python, also in a compilation.  Raises StoppedError.
-        """
-        if not active:
-            yield
-            return
-        self._drops = True
-        try:
-            self._drop_if_late()
-            yield
-        except BaseException:
-            if self._drops:  # not because of the alarm
-                raise
-        finally:
-            is_dropped, self._drops = not self._drops, False
-        if is_dropped:  # also if the error was swallowed
-            raise StoppedError
-
-    def _drop_if_late(self) -> None:
-        if self._drops and self.requested_for_s() >= _FINISH_S:
-            self._drops = False
-            raise StoppedError
 
     def time_left_s(self) -> float | None:
         """Seconds until the time limit; None without one."""
@@ -117,6 +87,15 @@ class StopRequest:
             return 0.0
         self._since_s = time.monotonic() if self._since_s is None else self._since_s
         return time.monotonic() - self._since_s
+
+    def is_overdue(self) -> bool:
+        """Whether to drop a step between two micro-batches: a stop was noticed 3 s ago."""
+        return self.requested_for_s() >= _FINISH_S
+
+    def raise_if_requested(self) -> None:
+        """Raise StoppedError if the run should end now."""
+        if self.is_requested():
+            raise StoppedError
 
     def pending(self) -> tuple[int, str] | None:
         """Exit code and reason of a requested stop, or None."""
@@ -143,9 +122,7 @@ class StopRequest:
         if is_first or is_counted:
             hint = "; send the signal again to exit now" if is_counted else ""
             log.info("%s: %s", name, self._ending or f"stopping after the current step{hint}")
-        if (left_s := _FINISH_S - self.requested_for_s()) > 0 and signal.SIGALRM in self._before:
-            signal.setitimer(signal.ITIMER_REAL, left_s)
-        self._drop_if_late()
+        self.requested_for_s()  # from now on
 
 
 def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:

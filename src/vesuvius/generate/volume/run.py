@@ -111,7 +111,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                     write_atomically(note, np.fromiter(active, np.int64).tobytes())
                 sampling = VolumeSampler(volume.job, folder, progress, active)
                 volume.fill(folder, sampling.used, progress)
-                with volume.workers_on(folder, progress) as run_tasks, progress.interruptible():
+                with volume.workers_on(folder, progress) as run_tasks:
                     x = sampling.run(run_tasks, volume.workers)
                 volume.write(target, x, sampling.used, progress)
         return f"wrote {out}: {shape}, {format_count(plan.levels, 'level')}, in {time.monotonic() - started:.1f} s"

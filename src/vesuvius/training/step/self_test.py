@@ -7,6 +7,7 @@ avx512_bf16).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +38,16 @@ class Convolution:
         return "Conv3d with {} output channels, kernel {}, input {}".format(out, *sizes)
 
 
-def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode, backward: bool = True) -> None:
+def check_kernels(
+    config: Config,
+    batch: int,
+    device: torch.device,
+    amp: AmpMode,
+    backward: bool = True,
+    poll: Callable[[], None] = lambda: None,
+) -> None:
     """Test the 16-bit convolutions of the network of `config`; takes about two forward and backward passes and less
-    memory than a step.
+    memory than a step.  `poll` is called before each convolution.
 
     Raises ConfigError: a result or gradient is not finite or wrong beyond rounding, or torch would not use cuDNN.
     """
@@ -49,6 +57,7 @@ def check_kernels(config: Config, batch: int, device: torch.device, amp: AmpMode
     if backward and (problem := cudnn_problem(device, amp, channels_last)):
         raise ConfigError(problem)
     for convolution in network_convolutions(config, batch):
+        poll()
         errors = convolution_errors(convolution, device, amp, channels_last, backward)
         for name, error in errors.items():
             if not error <= TOLERANCES[amp]:  # also true for NaN
