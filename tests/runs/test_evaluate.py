@@ -147,7 +147,7 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
         ("shown", *good, "--training-volume", 1): (2, "--training-volume 1 does not exist"),
         ("shown", "--weights", "ema_0.7"): (2, "has no weights 'ema_0.7'"),
         (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),
-        ("nowhere",): (2, "RUN=nowhere does not exist"),
+        ("nowhere",): (2, "RUN=nowhere is neither "),
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for arguments, (code, message) in refused.items():

@@ -227,7 +227,7 @@ class Bench:
             "peak_reserved_bytes": torch.cuda.max_memory_reserved() if self.on_gpu else None,
         }
         plan = plan_memory(config, amp=self.amp)  # the allocator also hands out what the kernels work in
-        return row | differences | {"plan_peak_bytes": plan.peak_bytes + plan.workspace_bytes}
+        return row | differences | {"plan_peak_bytes": max(plan.live_bytes) + plan.workspace_bytes}
 
     def _step(self, config: Config) -> TrainStep:
         network = build_network(config, self.device)

@@ -234,7 +234,7 @@ def test_the_planned_peak_equals_that_of_a_gpu(keys: dict[str, Any], amp: AmpMod
     measured = measured_peak_bytes(config, device)
     # The 15 %, of the tensors and the allowance for cuDNN: which kernels it takes, and with them their
     # workspaces, differs between GPUs.
-    assert measured == pytest.approx(plan.peak_bytes + plan.workspace_bytes, rel=0.15)
+    assert measured == pytest.approx(max(plan.live_bytes) + plan.workspace_bytes, rel=0.15)
 
 
 def measured_peak_bytes(config: Config, device: torch.device) -> int:

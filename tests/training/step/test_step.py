@@ -359,9 +359,10 @@ def test_a_loaded_step_uses_the_weight_decay_of_its_own_config(optimizer: str) -
 
 def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> None:
     config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
-    first, second = make_step(config), make_step(config)
+    first, network = make_step(config), build_network(config, CPU)
     train(first, config, steps=2)
-    second.set_weights(first.averages["ema"].weights)
+    network.load_state_dict(first.averages["ema"].weights)
+    second = TrainStep(config, network, Schedule.from_config(config.diffusion), CPU)
     for name, weight in first.averages["ema"].weights.items():
         for own in (weights(second), *(average.weights for average in second.averages.values())):
             assert torch.equal(own[name], weight), name

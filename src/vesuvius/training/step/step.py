@@ -231,13 +231,6 @@ class TrainStep:
 
         return denoise
 
-    @torch.no_grad()
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the network and every average to these weights, which must fit."""
-        self.network.load_state_dict(weights)
-        for average in self.averages.values():
-            average.restart(weights)
-
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs of this object, as tensors and plain data."""
         return {
