@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,31 @@ def where(path: Path) -> Path:
             now = _now(directory, lock, opened)
             return path if now == directory else now / full.relative_to(directory)
     return path
+
+
+@contextmanager
+def folder_of(path: Path) -> Iterator[Path]:
+    """Path of a folder in the held directory, created if missing, that stays right while others move the folder.
+
+    Without /proc it is the present path.  Raises OSError, and RunMovedError like `where`.
+    """
+    folder = where(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        followed = Path(f"/proc/self/fd/{descriptor}")
+        if where(path) != folder:  # moved meanwhile
+            with folder_of(path) as followed:
+                yield followed
+        else:
+            yield followed if followed.exists() else folder
+    finally:
+        os.close(descriptor)
+
+
+def shown(text: object) -> str:
+    """Text with the paths of `folder_of` as they are now."""
+    return re.sub(r"/proc/self/fd/\d+", lambda found: os.readlink(found[0]), str(text))
 
 
 def problem(directory: Path) -> str:

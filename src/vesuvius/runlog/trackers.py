@@ -15,12 +15,13 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.runlog.files import AsyncWriter, write_atomically
-from vesuvius.runlog.held import where
+from vesuvius.runlog.held import folder_of, where
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.redact import redact, redacted
 from vesuvius.runlog.units import GIB
@@ -110,6 +111,7 @@ class TensorBoard:
     def __init__(self, directory: Path, run: Path) -> None:
         self._directory, self._run = directory, run
         self._writer: SummaryWriter | None = None
+        self._opened = ExitStack()
         self._purge_step: int | None = None  # events of earlier sessions from this step on are hidden
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
@@ -119,12 +121,8 @@ class TensorBoard:
 
             if record["kind"] == "run_start":
                 self._purge_step = record["step"] + 1
-            directory = where(self._directory)
-            directory.mkdir(parents=True, exist_ok=True)
             # Its package opens the file by name for each write, although the run directory may be moved.
-            self._descriptor = os.open(directory, os.O_RDONLY)
-            if (followed := Path(f"/proc/self/fd/{self._descriptor}")).exists():  # not on macOS
-                directory = followed
+            directory = self._opened.enter_context(folder_of(self._directory))
             self._writer = SummaryWriter(directory, purge_step=self._purge_step, flush_secs=_FLUSH_S)
         writer, at = self._writer, {"global_step": record.get("step") or 0, "walltime": record["time"]}
         for tag, value in figures.items():
@@ -137,7 +135,7 @@ class TensorBoard:
             from PIL import Image
 
             try:
-                with Image.open(self._run / record["picture"]) as image:
+                with Image.open(where(self._run / record["picture"])) as image:
                     pixels = np.asarray(image.convert("RGB"))
             except OSError as error:
                 log.warning("cannot read the picture of a preview: %s; it is missing from TensorBoard", error)
@@ -148,7 +146,7 @@ class TensorBoard:
         """Raises OSError."""
         if self._writer is not None:
             self._writer.close()
-            os.close(self._descriptor)
+        self._opened.close()
 
 
 class Wandb:

@@ -5,6 +5,7 @@ Kills during a save are in `test_writer.py`, kills of whole runs in `tests/runs/
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from tests.support.forked import in_child
 from tests.training.checkpoint.test_format import CONFIG, as_nobody, save, small_files, state_of, steps_in
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
+from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
 from vesuvius.training.checkpoint.save import save_checkpoint
 
@@ -125,6 +127,47 @@ def killed_before(number: int, directory: Path) -> bool:
     code = in_child(act)
     assert code in (0, -signal.SIGKILL)
     return code != 0
+
+
+def another_run(path: Path) -> dict[Path, str]:
+    """A run that has and saves the same steps; returns its files."""
+    files = [path / f"checkpoints/{name}/state.pt" for name in ("step_00000001", "step_00000002", STARTED)]
+    for file in [path / ".lock", *files]:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("another run's")
+    return {file: file.read_text() for file in path.rglob("*") if file.is_file()}
+
+
+STARTED = ".partial-step_00000002"
+NAMED = {"open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}
+
+
+def test_a_run_that_is_moved_at_any_point_of_a_save_keeps_it_and_its_successor_its_own(tmp_path: Path) -> None:
+    for number in range(3, 100, 2):  # before, the folder is opened
+        run, moved = RunDir(tmp_path / f"{number}/x"), tmp_path / f"{number}/old"
+        with run.locked(new=True):
+            run.make_folders()
+            save(run.checkpoints, 1, best_step=1)
+
+        def act(number: int = number, run: RunDir = run, moved: Path = moved) -> None:
+            events = itertools.count(1)
+
+            def replace(event: str, _: Any) -> None:
+                if event in NAMED and next(events) == number:
+                    run.path.rename(moved)
+                    another_run(run.path)
+
+            with run.locked(new=False):
+                sys.addaudithook(replace)
+                save(run.checkpoints, 2, keep_last=1, best_step=2)
+
+        assert in_child(act) == 0
+        if not moved.exists():
+            break
+        assert steps_in(moved / "checkpoints") == [2]
+        assert find_damage(moved / "checkpoints/best") is None
+        assert {file: file.read_text() for file in run.path.rglob("*") if file.is_file()} == another_run(run.path)
+    assert number > 20
 
 
 def test_a_step_is_saved_again_intact_after_a_kill_at_any_point(

@@ -15,8 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,9 +27,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vesuvius.config import TrainingConfig
-from vesuvius.errors import RunMovedError, StorageError, disk_remedy, one_line
+from vesuvius.errors import StorageError, disk_remedy, one_line
 from vesuvius.runlog.files import directory_bytes, flush_to_disk
-from vesuvius.runlog.held import where
+from vesuvius.runlog.held import folder_of, shown, where
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
     BEST,
@@ -106,12 +105,8 @@ class CheckpointWriter:
     def _write(self, step: int) -> None:
         """Write the snapshot; runs on the writer's thread."""
         started = time.monotonic()
-        save = partial(save_checkpoint, self._directory, step, self._snapshot.state, self._config_yaml, self._training)
         try:
-            try:
-                path = save()
-            except RunMovedError:  # meanwhile: again, where it is now
-                path = save()
+            path = save_checkpoint(self._directory, step, self._snapshot.state, self._config_yaml, self._training)
         except StorageError as error:
             self._note_failure(step, error)
         else:
@@ -181,7 +176,7 @@ def save_checkpoint(
     """Write checkpoint `step`, replacing one of the same step, point `best` to the best one, and prune the others.
 
     Args:
-        directory: `runs/<name>/checkpoints`.
+        directory: `runs/<name>/checkpoints`; if it moves meanwhile, the checkpoint is written where it is.
         state: tensors and plain data that `torch.load(weights_only=True)` can read; "averages" by name, each with its
             "weights" by name; "best" with the "step" of the best checkpoint, or None.
         config_yaml: resolved config of the run.
@@ -189,43 +184,39 @@ def save_checkpoint(
 
     Raises StorageError: the disk is full or not writable; older checkpoints are untouched, and nothing is left behind.
     """
-    home, directory = directory, where(directory)
-    final = directory / f"step_{step:08d}"
-    unfinished = directory / f"{_PARTIAL}{final.name}"
+    with ExitStack() as opened:
+        try:
+            return _save_in(opened.enter_context(folder_of(directory)), step, state, config_yaml, training)
+        except (OSError, SafetensorError) as error:
+            final, remedy = where(directory) / f"step_{step:08d}", f"{disk_remedy(error)}: {_LATER}"
+            text = f"Cannot write checkpoint {final}: {type(error).__name__}: {error}; {remedy}"
+            raise StorageError(shown(text)) from error
+
+
+def _save_in(folder: Path, step: int, state: dict[str, Any], config_yaml: str, training: TrainingConfig) -> Path:
+    final = folder / f"step_{step:08d}"
+    unfinished = folder / f"{_PARTIAL}{final.name}"
+    _clean_up(folder)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _clean_up(directory)
         # Each tensor's entry takes a few hundred bytes; the rest is plain data.
         needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
-        if needed > (free := shutil.disk_usage(directory).free):  # others also write to this disk
+        if needed > (free := shutil.disk_usage(folder).free):  # others also write to this disk
             raise OSError(f"{-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free")
         unfinished.mkdir()
         _write_files(unfinished, step, state, config_yaml)
-        _check_place(home, directory)
         if final.exists():
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
         unfinished.rename(final)
-        flush_to_disk(directory)
-        flush_to_disk(directory.parent)  # the directory itself may be new
-    except (OSError, SafetensorError) as error:
-        _check_place(home, directory)
-        remedy = f"{disk_remedy(error)}: {_LATER}"
-        raise StorageError(f"Cannot write checkpoint {final}: {type(error).__name__}: {error}; {remedy}") from error
+        flush_to_disk(folder)
+        flush_to_disk(folder / "..")  # the folder itself may be new
     finally:
-        _clean_up(where(home))
-    directory = where(home)
+        _clean_up(folder)
     best_step = best["step"] if (best := state.get("best")) else None
-    best_path = directory / f"step_{best_step or 0:08d}"
-    if best_path.is_dir() and _linked_best(directory) != best_path.name:  # may lag behind after a kill
+    best_path = folder / f"step_{best_step or 0:08d}"
+    if best_path.is_dir() and _linked_best(folder) != best_path.name:  # may lag behind after a kill
         _link_best(best_path)
-    _prune(directory, step, training, best_step)
-    return directory / final.name
-
-
-def _check_place(home: Path, directory: Path) -> None:
-    """Raises RunMovedError if the run directory was moved while a checkpoint was written."""
-    if (now := where(home)) != directory:
-        raise RunMovedError(f"{directory} was moved to {now} while a checkpoint was written there")
+    _prune(folder, step, training, best_step)
+    return Path(shown(final))
 
 
 def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
@@ -293,7 +284,7 @@ def _only_a_warning(text: str) -> Iterator[None]:
     try:
         yield
     except (OSError, StorageError) as error:
-        log.warning("%s: %s", text, error)
+        log.warning("%s", shown(f"{text}: {error}"))
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
