@@ -36,7 +36,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
-from vesuvius.volume_tools.pyramid import Pyramid, flat_pairs, halve, halve_labels
+from vesuvius.volume_tools.pyramid import Pyramid, equal_share, halve, halve_labels
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
@@ -56,7 +56,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 COPY, IMPORT = "copy", "import"  # kinds: names of the record file and, with a prefix, of the attribute
-_ENOUGH, _LABEL_SHARE = 2**14, 0.75  # pairs of neighbours that tell labels, and the share of equal ones
+_LABEL_SHARE = 0.75  # of neighbours that are equal
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
@@ -263,19 +263,18 @@ def open_partial(
 
 def _hinting(read: Callable[[Box], NDArray[Any] | None]) -> Callable[[Box], NDArray[Any] | None]:
     """Let `read` log, once, that the voxels look like labels."""
-    equal = pairs = 0
+    share = None
 
-    def read_and_count(box: Box) -> NDArray[Any] | None:
-        nonlocal equal, pairs
-        if (voxels := read(box)) is not None and pairs < _ENOUGH:
-            flat, counted = flat_pairs(voxels)
-            equal, pairs = equal + flat, pairs + counted
-            if pairs >= _ENOUGH and equal > _LABEL_SHARE * pairs:
+    def read_and_look(box: Box) -> NDArray[Any] | None:
+        nonlocal share
+        if (voxels := read(box)) is not None and share is None:
+            share = equal_share(voxels)
+            if share is not None and share > _LABEL_SHARE:
                 words = "the voxels look like labels (%.0f %% equal a neighbour), of which averages mean nothing; "
-                log.warning(words + "if they are, begin again with --labels", 100 * equal / pairs)
+                log.warning(words + "if they are, begin again with --labels", 100 * share)
         return voxels
 
-    return read_and_count
+    return read_and_look
 
 
 def new_array(

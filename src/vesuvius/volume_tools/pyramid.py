@@ -17,6 +17,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
+_ENOUGH = 2**11  # pairs of neighbours that tell labels
+
 
 @dataclass(frozen=True)
 class Pyramid:
@@ -115,16 +117,16 @@ def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(most)
 
 
-def flat_pairs(voxels: NDArray[Any]) -> tuple[int, int]:
-    """Pairs of neighbours along x that are equal, and all pairs, except those of zeros: labels are mostly equal.
+def equal_share(voxels: NDArray[Any]) -> float | None:
+    """Share of neighbours along x that are equal, except zeros: those of labels mostly are.
 
-    None in voxels whose average is already the majority (0 and 1), and in those of a single value.
+    None if too few voxels tell, or if the mean is already the majority (0 and 1), or there is a single value.
     """
     if voxels.dtype.kind not in "iu" or voxels.max() <= max(1, voxels.min()):
-        return 0, 0
+        return None
     one, other = voxels[..., 1:], voxels[..., :-1]
     counted = (one != 0) | (other != 0)
-    return int(((one == other) & counted).sum()), int(counted.sum())
+    return float((one == other)[counted].mean()) if counted.sum() >= _ENOUGH else None
 
 
 def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -110,7 +110,7 @@ def _datasets(group: Any, path: str, seen: set[tuple[str, int]]) -> Iterator[str
 
 
 def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
-    """The files with the voxels of a dataset: its own, the parts of a virtual one, raw files.
+    """The files with the voxels of a dataset: its own, and the parts of a virtual one.
 
     Raises DataError: one is missing, damaged or too short, or nothing was written; HDF5 would read zeros.
     """
@@ -131,14 +131,8 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
                     raise refuse(opened.filename, problem, "finish or repeat the recording, or restore the file")
                 yield from _files_of(source, seen)
     elif data.external:
-        left = data.nbytes
-        for name, offset, size in data.external:
-            raw = _folders("HDF5_EXTFILE_PREFIX", file)[0] / name
-            due, left = offset + min(size, left), left - min(size, left)
-            if not raw.is_file() or raw.stat().st_size < due:
-                remedy = "restore it, or set HDF5_EXTFILE_PREFIX to its folder"
-                raise refuse(where, f"its raw file {raw} is missing or shorter than {due} bytes", remedy)
-            yield raw
+        remedy = "import these with --shape and --dtype, or copy it with h5repack"
+        raise refuse(where, f"its voxels are in other files ({data.external[0][0]}, ...)", remedy)
     elif data.size and not data.id.get_storage_size():
         raise refuse(where, "nothing was ever written to it: no block is stored", "finish or repeat the recording")
     elif data.chunks:
@@ -153,18 +147,13 @@ def _part_file(master: Path, where: str, name: str) -> Path:
     """The first file in the places where HDF5 looks for a part.  Raises DataError if there is none."""
     if name == ".":
         return master
-    folders = [*_folders("HDF5_VDS_PREFIX", master), master.parent, Path.cwd(), master.resolve().parent]
-    places = [Path(name)] if os.path.isabs(name) else []
-    places += [folder / (os.path.basename(name) if places else name) for folder in folders]
+    folders = master.parent, Path.cwd(), master.resolve().parent
+    places = [folder / name for folder in folders]
+    if os.path.isabs(name):
+        places = [Path(name), *(folder / Path(name).name for folder in folders)]
     if found := [each for each in places if each.is_file()]:
         return found[0]
-    remedy = f"restore it in {master.parent}, or set HDF5_VDS_PREFIX to its folder"
-    raise refuse(where, f"{name}, which holds a part of it, is missing", remedy)
-
-
-def _folders(variable: str, master: Path) -> list[Path]:
-    """Folders set by the user, in which ${ORIGIN} is that of the master file; at least one."""
-    return [Path(each) for each in os.environ.get(variable, "").replace("${ORIGIN}", str(master.parent)).split(":")]
+    raise refuse(where, f"{name}, which holds a part of it, is missing", f"restore it in {master.parent}")
 
 
 def _covers(shape: tuple[int, ...], part: Any) -> bool:
