@@ -146,51 +146,37 @@ def read_run(path: Path) -> RunRecords:
         first[index : index + 1] = True
         if (keys := _changed_keys(start)) and index < len(first):
             since, changed = index, keys
-    config, session = file_inside(path, "config.resolved.yaml"), read_session(path / "session.json")
-    config_text = (config and read_text(config)) or ""
-    deaths = deaths_of(path)
-    env = parse_record(read_text(path / "env.json") or "") or {}
-    return RunRecords(
-        path,
-        columns,
-        peaks,
-        first,
-        np.arange(len(first)) >= since,
-        changed,
-        system.records,
-        ranks,
-        others,
-        sessions,
-        deaths,
-        _config(config_text),
-        config_text,
-        {key: value for key, value in env.items() if isinstance(value, _ENVIRONMENT.get(key, object))},
-        _state(session, sessions, deaths) if path.is_dir() else GONE,
-        session.exit_code if session else None,
+    session, deaths, config = (
+        read_session(path / "session.json"),
+        deaths_of(path),
+        file_inside(path, "config.resolved.yaml"),
     )
+    config_text = (config and read_text(config)) or ""
+    env = parse_record(read_text(path / "env.json") or "") or {}
+    env = {key: value for key, value in env.items() if isinstance(value, _ENVIRONMENT.get(key, object))}
+    return RunRecords(
+        path, columns, peaks, first, np.arange(len(first)) >= since, changed, system.records, ranks, others, sessions,
+        deaths, _config(config_text), config_text, env,
+        _state(session, sessions, deaths) if path.is_dir() else GONE, session.exit_code if session else None,
+    )  # fmt: skip
 
 
 class _Merged:
     """Records of the monitor, of which equally many neighbours are merged, except for the last record."""
 
     def __init__(self) -> None:
-        self._groups, self._size, self._in_last, self._newest = list[SystemRecord](), 1, 0, list[SystemRecord]()
+        self.records, self._size, self._count = list[SystemRecord](), 1, 0
 
     def add(self, record: SystemRecord) -> None:
-        for earlier in self._newest:
-            if self._in_last:
-                self._groups[-1] = self._groups[-1].merged(earlier)
-            else:
-                self._groups.append(earlier)
-            self._in_last = (self._in_last + 1) % self._size
-            if len(self._groups) == 2 * _MOST_SYSTEM and not self._in_last:
-                self._groups = [a.merged(b) for a, b in zip(self._groups[::2], self._groups[1::2], strict=True)]
-                self._size *= 2
-        self._newest = [record]
-
-    @property
-    def records(self) -> list[SystemRecord]:
-        return self._groups + self._newest
+        """Add a later record; the one that was the last begins a group or joins it."""
+        if self._count and (self._count - 1) % self._size:
+            self.records[-2:] = [self.records[-2].merged(self.records[-1])]
+        self.records.append(record)
+        self._count += 1
+        if len(self.records) > 2 * _MOST_SYSTEM:
+            *groups, last = self.records
+            self.records = [a.merged(b) for a, b in zip(groups[::2], groups[1::2], strict=True)] + [last]
+            self._size *= 2
 
 
 def merge(bands: Sequence[Band]) -> Band:

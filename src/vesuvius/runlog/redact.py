@@ -119,8 +119,8 @@ def _without_user(match: re.Match[str]) -> str:
 
 def _without_named(text: str) -> str:
     """The text without the values of names of secrets."""
-    parts, kept, at = list[str](), 0, 0
-    while found := _HINT.search(text) and _NAMED.search(text, at):
+    parts, kept, at = list[str](), 0, 0 if _HINT.search(text) else len(text)
+    while found := _NAMED.search(text, at):
         at = found.end()
         begin, end = _value(text, found)
         if end > begin:
@@ -138,29 +138,26 @@ def _value(text: str, named: re.Match[str]) -> tuple[int, int]:
     if not kind or (before[-1:] in ("/", "~") and sign == ":"):  # a file
         return at, at
     begins_line, is_enclosed = not before.strip(" \t-("), not quote and before[-1:] in ("'", '"')
-    is_spaced = sign == ":" or text[at - 1] == " "
+    is_spaced, indent = sign == ":" or (sign and text[at - 1] == " "), len(before.rstrip("("))
     if inner := _QUOTED.match(text, at):
         begin, end = inner.span(2)
+    elif text[at : at + 1] in ("[", "{"):
+        begin, end = at, _closed(text, at)
     else:
-        form = _WORD
-        if is_enclosed:
-            form = f"[^\n{before[-1]}]+"
-        elif (
-            begins_line and is_spaced and named[3] and kind == "always"
-        ):  # in YAML also the lines that are indented more
-            indent = len(before.rstrip("("))
-            form = rf"[^\n]*(?:\s*\n[ \t]{{{indent + 1},}}[^\n]+|\n[ \t]{{{indent}}}- [^\n]+)*"
-        elif re.search("authorization|cookie", name, re.I):
-            form = r"[^\n]+"
-        elif is_spaced and before.rstrip(" ")[-1:] in tuple("{[,"):
-            form = r"[^\n,}\]]+"
-        value = re.compile(form).match(text, at)
-        begin, end = at, _closed(text, at) if text[at : at + 1] in ("[", "{") else value.end() if value else at
-    found = text[begin:end]
-    is_data = (
-        bool(quote) or (sign == "=" and name.lower() != "key") or (name.lower().endswith("key") and _RANDOM(found))
-    )
-    is_line = is_enclosed or (begins_line and text[end : end + 1] in ("", "\n"))
+        # To the closing quote; in YAML with the lines that are indented more; a line; to the comma of a mapping.
+        forms = {
+            rf"[^\n{before[-1:]}]+": is_enclosed,
+            rf"[^\n]*(?:\s*\n[ \t]{{{indent + 1},}}[^\n]+|\n[ \t]{{{indent}}}- [^\n]+)*": (
+                begins_line and is_spaced and kind == "always"
+            ),
+            r"[^\n]+": re.search("authorization|cookie", name, re.I),
+            r"[^\n,}\]]+": is_spaced and before.rstrip(" ").endswith(("{", "[", ",")),
+            _WORD: True,
+        }
+        value = re.compile(next(form for form, applies in forms.items() if applies)).match(text, at)
+        begin, end = at, value.end() if value else at
+    found, is_line = text[begin:end], is_enclosed or (begins_line and text[end : end + 1] in ("", "\n"))
+    is_data = quote or (sign == "=" and name.lower() != "key") or (name.lower().endswith("key") and _RANDOM(found))
     is_data = is_data or (is_line and re.fullmatch("credentials?|.*auth|pwd", name, re.I))
     if _NOTHING.fullmatch(found) or (kind == "in data" and (not is_data or found[0] in "/~")):  # a path
         return at, at
