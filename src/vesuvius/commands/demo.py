@@ -51,12 +51,10 @@ def main(argv: list[str]) -> int:
         marked.write_bytes(_MARK + source.read_bytes())
         if code := train.main(["--config", str(marked), *args.overrides]):
             return code
-    found = (
-        f"\nconfig      {source}\nlog         {run.path}/logs/train_full.log\nmetrics     {run.path}/metrics.jsonl\n"
-    )
-    found += f"checkpoint  {max(run.path.glob('checkpoints/step_*'), default='none')}"
+    found = f"\nconfig      {source}\nlog         {run.log}\nmetrics     {run.metrics}\n"
+    found += f"checkpoint  {max(run.checkpoints.glob('step_*'), default='none')}"
     if config.has_condition and config.data.validation.fraction:
-        volume_out, picture = run.path / "samples/generated.zarr", run.path / "samples/generated.png"
+        volume_out, picture = run.samples / "generated.zarr", run.samples / "generated.png"
         from vesuvius.generate.volume.picture import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:

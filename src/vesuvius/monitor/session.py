@@ -1,6 +1,6 @@
 """`session.json` identifies the process of a run, so that others can watch it and notice its death.
 
-Written when a session begins and again when it ends.  A session without an end whose process is gone was killed.
+Written when a session begins and again when it ends.  A session without an end whose process is gone has died.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SessionRecord:
     # cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None if it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
-    # end_time, exit_code: of its end; None while it runs, and if it was killed
+    # end_time, exit_code: of its end; None while it runs, and if it died
     end_time: float | None = None
     exit_code: int | None = None
     pid_namespace: str = ""  # of `pid` (each container has its own); empty if unknown

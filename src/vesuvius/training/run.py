@@ -50,7 +50,7 @@ from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.ranks.ranks import SINGLE, Ranks, open_ranks
 from vesuvius.training.ranks.share import launched_world_size, rank_share
 from vesuvius.training.reporting.monitoring import (
-    log_killed_session,
+    log_previous_death,
     open_metrics,
     open_monitor,
     open_session,
@@ -144,7 +144,7 @@ def _begin(
         checked = stop.exit_code
     if isinstance(checked, int):
         if checked == EXIT_OK:
-            log_killed_session(directory)
+            log_previous_death(directory)
         ranks.send((config, checked, ""))
         return config, checked
     is_new = not directory.path.exists()
@@ -158,7 +158,7 @@ def _begin(
         log.log(level, "%s", line)
     for line in chosen:
         log.info("%s", line)
-    log_killed_session(directory)
+    log_previous_death(directory)
     ranks.send((config, for_other_ranks(checked), directory.lock_owner()))
     for rank in range(1, ranks.world):
         ranks.send(patches_of_rank(config, checked.fixed, rank, ranks.world), rank)
@@ -175,7 +175,7 @@ def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config,
     directory = checked.directory.of_rank(ranks.rank)
     _open_log(directory)
     close_terminal()  # only rank 0 prints
-    log_killed_session(directory)
+    log_previous_death(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.prepare()
     return config, replace(checked, fixed=ranks.receive(mine=True))

@@ -74,7 +74,7 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
         try:
             end_session(directory.session, session.record, session.exit_code)
         except OSError as error:
-            text = "cannot write %s: %s; the next start will report this session as killed"
+            text = "cannot write %s: %s; the next start will report that this session died"
             log.warning(text, directory.session, error)
 
 
@@ -136,8 +136,8 @@ def run_died(run: RunContext, monitor: Monitor, cause: Literal["gpu", "guard"], 
     _record_death(run.directory, death_of_this_run(cause, run.progress.step, reason, monitor.recent_samples(), remedy))
 
 
-def log_killed_session(directory: RunDir) -> None:
-    """Write a post-mortem if the previous session was killed.  Needs the run's lock."""
+def log_previous_death(directory: RunDir) -> None:
+    """Write a post-mortem if the previous session died.  Needs the run's lock."""
     if (death := examine_run(directory.path, locked=True)) is not None:
         _record_death(directory, death)
 
