@@ -61,12 +61,12 @@ OTHERS: dict[str, tuple[Any, str, str]] = {
         touch("v.n5/attributes.json", b'{"dimensions": [1, 2, 3], "compression": {"type": "lz4"}}'), "v.n5", "with lz4"
     ),
     "empty folder": (lambda folder: (folder / "none").mkdir(), "none", "it has no .tif"),
-    "no array at all": (touch("v.npy", b""), "v.npy", r"v\.npy: ValueError"),
+    "no array at all": (touch("v.npy", b""), "v.npy", r"v\.npy: EOFError: No data left"),
     "0 slices, npy": (lambda folder: np.save(folder / "v.npy", np.zeros((0, 3, 4))), "v.npy", "its shape is 0x3x4"),
     "0 rows, npy": (
         lambda folder: np.save(folder / "v.npy", np.zeros((3, 0, 4), order="F")), "v.npy", "it has no voxels"
     ),
-    "objects, npy": (lambda folder: np.save(folder / "v.npy", np.array([None])), "v.npy", "it holds Python objects"),
+    "objects, npy": (lambda folder: np.save(folder / "v.npy", np.array([None])), "v.npy", "Python objects in dtype"),
     "a single number, npy": (lambda folder: np.save(folder / "v.npy", 3), "v.npy", "not Z, Y, X once each"),
 }  # fmt: skip
 

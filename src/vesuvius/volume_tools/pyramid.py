@@ -73,15 +73,10 @@ def multiscale(
         for axis, unit in zip("zyx", units_zyx, strict=True)
     ]
     shift = [] if translation_zyx is None else [{"type": "translation", "translation": list(translation_zyx)}]
+    scales = ([size * 2**level for size in scale_zyx] for level in range(levels))
     datasets = [
-        {
-            "path": str(level),
-            "coordinateTransformations": [
-                {"type": "scale", "scale": [size * 2**level for size in scale_zyx]},
-                *shift,
-            ],
-        }
-        for level in range(levels)
+        {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}, *shift]}
+        for level, scale in enumerate(scales)
     ]
     return {"version": "0.4", "name": name, "axes": axes, "datasets": datasets}
 

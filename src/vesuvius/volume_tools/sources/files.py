@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
@@ -207,11 +206,6 @@ def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
 
 def open_npy(file: Path) -> Stored:
     """Open a file of numpy.save, in C or Fortran order; axes (Z, Y, X)."""
-    with file.open("rb") as stream:
-        read = {(1, 0): npy.read_array_header_1_0}.get(npy.read_magic(stream), npy.read_array_header_2_0)
-        shape, is_fortran, dtype = read(stream)
-        start = stream.tell()
-    if dtype.hasobject:
-        raise refuse(file, "it holds Python objects, not voxels", "save an array of numbers")
-    step = -1 if is_fortran else 1
-    return contiguous(file, default_axes(shape)[::step], shape[::step], dtype, start)
+    array = np.load(file, mmap_mode="r")
+    step = 1 if array.flags.c_contiguous else -1
+    return contiguous(file, default_axes(array.shape)[::step], array.shape[::step], array.dtype, array.offset)
