@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
-from vesuvius.generate.sampling import ConditionPatches
+from vesuvius.generate.volume.inputs import TrainingCondition
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume
 
@@ -31,7 +31,7 @@ def test_positions_depend_on_seed_and_index_and_cover_the_box(tmp_path: Path) ->
     config = data_config(write_array(tmp_path / "c.zarr", textured((10, 18, 16))), validation={"fraction": 0.0})
 
     def places(seed: int) -> list[tuple[int, ...]]:
-        with ConditionPatches(config, facts(IntensityRange(0.0, 200.0)), 0, seed) as conditions:
+        with TrainingCondition(config, facts(IntensityRange(0.0, 200.0)), 0, seed) as conditions:
             return [conditions.start_zyx(number) for number in range(300)]
 
     assert set(places(5)) == {(z, y, 0) for z in (0, 1, 2) for y in (0, 1, 2)}
@@ -42,9 +42,9 @@ def test_positions_depend_on_seed_and_index_and_cover_the_box(tmp_path: Path) ->
 def test_conditions_come_from_the_held_out_part_or_from_everywhere_without_one(tmp_path: Path, fraction: float) -> None:
     voxels = textured((32, 128, 32))
     config = data_config(write_array(tmp_path / "condition.zarr", voxels), validation={"fraction": fraction})
-    with ConditionPatches(config, facts(IntensityRange(0.0, 200.0)), 0, 0) as conditions:
+    with TrainingCondition(config, facts(IntensityRange(0.0, 200.0)), 0, 0) as conditions:
         starts = [conditions.start_zyx(number) for number in range(50)]
-        read = conditions.read(range(50))
+        read = conditions.patches(range(50))
     for (z, y, x), patch in zip(starts, read, strict=True):
         np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
     first = min(y for _, y, _ in starts)

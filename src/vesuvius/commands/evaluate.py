@@ -45,18 +45,15 @@ def main(argv: list[str]) -> int:
     )
     add_sampling(parser)
     arguments = parser.parse_args(argv)
-    from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
+    from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch
     from vesuvius.generate.sampling import SampleRequest
 
     common = sampling_of(arguments, arguments.run, arguments.training_volume)
-    request = EvaluationRequest(
-        SampleRequest(**common, count=arguments.count, out=None, overwrite=False),
-        generated=arguments.generated,
-        out=arguments.out,
-        classifier_steps=arguments.classifier_steps,
-        command=shlex.join(["vesuvius", "evaluate", *argv]),
-    )
+    asked = SampleRequest(**common, count=arguments.count, out=None, overwrite=False)
+    said = shlex.join(["vesuvius", "evaluate", *argv])
     with Progress("evaluating") as progress:
-        folder, text = evaluate(request, progress.update)
+        folder, text = evaluate(
+            asked, arguments.generated, arguments.out, arguments.classifier_steps, said, progress.update
+        )
     say(f"{text}\n{folder / 'evaluation.html'}")
     return EXIT_OK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vesuvius import __version__
 from vesuvius.config import Config
-from vesuvius.diffusion.estimate import Condition, NetworkEstimate
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate, generate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, GpuMemoryError
@@ -54,7 +55,6 @@ class GenerateRequest:
 
 
 def check_volume(info: CheckpointInfo, volume_index: int, option: str = "--volume") -> None:
-    """Raise ConfigError if the checkpoint has no training volume with this index."""
     if volume_index >= len(info.data.volumes):
         raise ConfigError(
             f"{option} {volume_index} does not exist: the {len(info.data.volumes)} training volumes are numbered from 0"
@@ -80,8 +80,6 @@ def resolve_checkpoint(request: GenerateRequest) -> CheckpointInfo:
 
 
 def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
-    """Raise ConfigError if the guide was trained on other data or noise, or would have no effect."""
-
     def noise_keys(config: Config) -> dict[str, Any]:
         return {key: value for key, value in config.diffusion.model_dump().items() if not key.startswith("sampler")}
 
@@ -141,8 +139,16 @@ class Network:
         self._volume = request.volume_index
         self._conditioner = Conditioner(config.data.labels, data.greys.conditions, self.device)
 
-    def condition_for(self, stored: NDArray[Any] | None, count: int) -> Condition:
-        """Return the condition of `count` samples from its stored voxels, [B, 1, Z, Y, X]."""
+    def generate(
+        self, seed: int, samples: Sequence[int], stored: NDArray[Any] | None, on_step: Callable[[int, Tensor], None]
+    ) -> tuple[Tensor, int]:
+        """Generate patches, [B, 1, Z, Y, X], from their stored conditions, [B, Z, Y, X]; also the network calls."""
+        condition = self._condition(None if stored is None else stored[:, None], len(samples))
+        diffusion, shape = self.info.config.diffusion, (1, *self.info.config.data.patch_size)
+        hooks: Any = {"guide": self.guide, "condition": condition, "on_step": on_step}
+        return generate(self.denoiser, self.schedule, diffusion, seed, samples, shape, self.device, **hooks)
+
+    def _condition(self, stored: NDArray[Any] | None, count: int) -> Condition:
         raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
         return self._conditioner(raw, [self._volume] * count)
 
@@ -152,7 +158,7 @@ class Network:
         if stored is None and config.has_condition:
             # As in training, a dropped condition is 0, including the presence flag.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
-        condition = self.condition_for(stored, tiles)
+        condition = self._condition(stored, tiles)
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule, self.guide)
 
 

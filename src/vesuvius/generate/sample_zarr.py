@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zarr
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volume_tools.partial import attribute, new_array
@@ -45,8 +47,13 @@ def sample_array(
 
 
 def record_samples(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a `sample_array`, plain JSON, into the attributes of its group."""
     zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
+
+
+def to_model_values(voxels: NDArray[Any], grey: IntensityRange) -> NDArray[np.float32]:
+    """Convert grey values or labels of any shape to model values: `grey.low` becomes -1, `grey.high` +1.  Pure."""
+    stored = torch.from_numpy(np.ascontiguousarray(voxels)[None])
+    return normalised(stored, intensity_scales([grey]))[0].numpy()
 
 
 def to_grey_values(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:

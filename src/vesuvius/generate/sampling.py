@@ -9,20 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.config import DataConfig, Triple
-from vesuvius.diffusion.estimate import generate
-from vesuvius.diffusion.randomness import Purpose
 from vesuvius.errors import NonFiniteError
 from vesuvius.generate.common import (
     GenerateRequest,
@@ -43,19 +36,13 @@ from vesuvius.generate.sample_zarr import (
     record_samples,
     sample_array,
     to_grey_values,
+    to_model_values,
 )
-from vesuvius.loader.intensity import intensity_scales, normalised
-from vesuvius.plan.make_plan import Split, split_volume
+from vesuvius.generate.volume.inputs import TrainingCondition
 from vesuvius.runlog.units import format_count, format_sizes
-from vesuvius.stream.start.prepare import IntensityRange
-from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts
+from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, orthogonal_slices
-from vesuvius.volumes.alignment import Alignment, covered_shape
-from vesuvius.volumes.box import box_at, triple
-from vesuvius.volumes.geometry import FloatTriple
-from vesuvius.volumes.volume import open_volume
-from vesuvius.volumes.voxels import check_labels
 
 MAX_IN_MONTAGE = 64
 
@@ -64,8 +51,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRequest(GenerateRequest):
-    """A request for samples."""
-
     count: int  # samples to write, indices 0 ... count - 1
     out: Path | None  # directory to write; None = below the run's `samples/`
     overwrite: bool  # replace existing samples
@@ -77,7 +62,6 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
     Raises ConfigError, DataError, GpuMemoryError, NonFiniteError, and VesuviusError after a signal: nothing is left.
     """
     started = time.monotonic()
-    # a batch larger than the count would waste time
     request = replace(request, batch_size=min(request.batch_size, request.count))
     info = resolve_checkpoint(request)
     request = replace(request, checkpoint=info.checkpoint)
@@ -108,7 +92,6 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
     done, cells, evaluations = itertools.count(1), list[MontageCell](), 0
 
     def step_done(step: int, x: Tensor) -> None:
-        """Report a sampling step, and stop here if requested."""
         progress.report("sampling steps", next(done), len(batches) * config.diffusion.sampler_steps)
         progress.check()
 
@@ -117,25 +100,16 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
     with ExitStack() as opened:
         conditions = None
         if config.has_condition:
-            conditions = ConditionPatches(config.data, info.data, request.volume_index, request.seed)
+            conditions = TrainingCondition(config.data, info.data, request.volume_index, request.seed)
             opened.enter_context(conditions)
-            size_um = conditions.voxel_size_um or volume.voxel_size_um
-            condition_array = sample_array(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
+            size_um, unit, _ = conditions.space(volume.voxel_size_um)
+            condition_array = sample_array(
+                directory / CONDITIONS, shape, conditions.volume.dtype, size_um if unit else None
+            )
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
-            stored = conditions.read(numbers) if conditions else None
-            drawn, evaluations = generate(
-                network.denoiser,
-                network.schedule,
-                config.diffusion,
-                request.seed,
-                numbers,
-                (1, *config.data.patch_size),
-                network.device,
-                guide=network.guide,
-                condition=network.condition_for(None if stored is None else stored[:, None], len(numbers)),
-                on_step=step_done,
-            )
+            stored = conditions.patches(numbers) if conditions else None
+            drawn, evaluations = network.generate(request.seed, numbers, stored, step_done)
             x_0 = drawn[:, 0].cpu().numpy()
             if bad := [n for n, values in zip(numbers, x_0, strict=True) if not np.isfinite(values).all()]:
                 raise NonFiniteError(
@@ -147,7 +121,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
                 condition_array[rows] = stored
-                pictures = [conditions.to_model_values(stored), x_0]
+                pictures = [to_model_values(stored, conditions.grey), x_0]
                 caption = "{}: labels, sample" if config.data.labels else "{}: condition, sample"
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
@@ -162,9 +136,8 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         }
         record_samples(directory / SAMPLES, record)
         if conditions:
-            starts = [conditions.start_zyx(number) for number in every]
-            of_conditions = {"condition": conditions.volume.name, "starts_zyx": starts}
-            record_samples(directory / CONDITIONS, record | of_conditions)
+            place = {"condition": conditions.volume.name, "starts_zyx": [*map(conditions.start_zyx, every)]}
+            record_samples(directory / CONDITIONS, record | place)
     more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
     title = (
         f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "
@@ -175,10 +148,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
 
 
 def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
-    """Return `runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`, or `samples/...` for a checkpoint outside a run.
-
-    Other options are part of the name if they differ from their defaults.
-    """
+    """Return `runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`, with further options unless they are defaults."""
     diffusion = info.config.diffusion
     name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
     name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
@@ -187,52 +157,3 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
     return run_directory(info.checkpoint) / "samples" / name
-
-
-class ConditionPatches(AbstractContextManager["ConditionPatches"]):
-    """Cuts the condition of each sample from a condition volume; the data volume itself need not exist."""
-
-    def __init__(self, config: DataConfig, facts: DataFacts, volume_index: int, seed: int) -> None:
-        """Reads metadata.  Raises DataError if the condition volume cannot be used."""
-        spec = config.volumes[volume_index].condition
-        assert spec is not None
-        self.volume = open_volume(spec, config.store, config.missing_chunk, config.condition_nan)
-        self._patch_zyx, self._seed = config.patch_size, seed
-        volume = facts.volumes[volume_index]
-        shape = volume.shape_zyx or covered_shape(self.volume.shape_zyx, volume.condition_factors)
-        self._alignment = Alignment(shape, self.volume.shape_zyx, volume.condition_factors, volume.condition_offsets)
-        split = Split(volume.train, volume.validation) if volume.train else None
-        split = split or split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
-        self._box = split.validation or split.train
-        self._labels = config.labels
-        low, high = (min(self._labels), max(self._labels)) if self._labels else (0, 0)
-        self._grey = IntensityRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[volume_index]
-
-    def __exit__(self, *_: object) -> None:
-        self.volume.close()
-
-    def start_zyx(self, sample: int) -> Triple:
-        """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""
-        rng = np.random.default_rng((self._seed, int(Purpose.CONDITION_POSITION), sample))
-        last = [stop - size for stop, size in zip(self._box[1], self._patch_zyx, strict=True)]
-        return triple(rng.integers(self._box[0], last, endpoint=True).tolist())
-
-    @property
-    def voxel_size_um(self) -> FloatTriple | None:
-        """Edge lengths (z, y, x) of the voxels of the conditions, if the metadata give them."""
-        if (size_um := self.volume.voxel_size_um) is None:
-            return None
-        return triple(size / float(factor) for size, factor in zip(size_um, self._alignment.factors, strict=True))
-
-    def read(self, samples: Sequence[int]) -> NDArray[Any]:
-        """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
-        boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
-        stored = [self._alignment.read(box, self.volume.read) for box in boxes]
-        for box, voxels in zip(boxes, stored, strict=True):
-            if self._labels:
-                check_labels(voxels, self._labels, self.volume.name, box)
-        return np.stack(stored)
-
-    def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
-        """Convert to model values for a picture: low grey or label 0 to -1, high grey or last label to +1.  Pure."""
-        return normalised(torch.from_numpy(stored), intensity_scales([self._grey])).numpy()

@@ -118,7 +118,6 @@ class Alignment:
         return [self.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*box, strict=True))]
 
     def _first(self, axis: int, index: int) -> int:
-        """The first voxel of the volume that maps to this array voxel or a later one."""
         return math.floor(self.offsets[axis] + self.factors[axis] * index + Fraction(1, 2))
 
 

@@ -19,17 +19,14 @@ def triple(zyx: Iterable[T]) -> tuple[T, T, T]:
 
 
 def moved(start_zyx: Triple, by_zyx: Iterable[int]) -> Triple:
-    """Add along each axis."""
     return triple(start + by for start, by in zip(start_zyx, by_zyx, strict=True))
 
 
 def times(shape_zyx: Triple, factors: Triple) -> Triple:
-    """Multiply along each axis."""
     return triple(size * factor for size, factor in zip(shape_zyx, factors, strict=True))
 
 
 def box_at(start_zyx: Triple, shape_zyx: Triple) -> Box:
-    """The box with this start and shape."""
     return start_zyx, moved(start_zyx, shape_zyx)
 
 
@@ -40,7 +37,6 @@ def box_along(ends: Iterable[tuple[int, int]]) -> Box:
 
 
 def shifted(box: Box, by_zyx: Triple) -> Box:
-    """Translate a box."""
     return moved(box[0], by_zyx), moved(box[1], by_zyx)
 
 
@@ -71,7 +67,6 @@ def chunk_ranges(box: Box, chunk_zyx: Triple) -> tuple[range, range, range]:
 
 
 def shape_of(box: Box) -> Triple:
-    """Edge lengths."""
     return triple(hi - lo for lo, hi in zip(*box, strict=True))
 
 
@@ -86,7 +81,6 @@ def intersection(a: Box, b: Box) -> Box:
 
 
 def intersects(a: Box, b: Box) -> bool:
-    """Whether two boxes share a voxel."""
     return all(lo < hi for lo, hi in zip(*intersection(a, b), strict=True))
 
 

@@ -43,7 +43,6 @@ class ShardIndexError(ValueError):
 
 
 def key_form(array: zarr.Array[Any]) -> KeyForm:
-    """The key encoding in an array's metadata."""
     if array.metadata.zarr_format == 2:
         return "v2", str(array.metadata.dimension_separator)
     encoding = array.metadata.chunk_key_encoding
@@ -84,11 +83,9 @@ class ChunkGrid:
         self._key_pattern = re.compile(re.escape(self._folder) + name)
 
     def renew(self) -> None:
-        """Make the lock anew in a forked child."""
         self._lock = threading.Lock()
 
     def chunks_of(self, box: Box) -> Iterator[Triple]:
-        """Coordinates of the chunks that a box touches."""
         return itertools.product(*chunk_ranges(box, self.chunk_zyx))
 
     def box_of(self, chunk: Triple) -> Box:
@@ -96,7 +93,6 @@ class ChunkGrid:
         return chunk_box(chunk, self.chunk_zyx, self.shape_zyx)
 
     def object_index(self, chunk: Triple) -> Triple:
-        """The index of the object that holds a chunk."""
         return triple(i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
 
     def object_box(self, chunk: Triple) -> Box:
@@ -108,7 +104,6 @@ class ChunkGrid:
         return self.object_key(self.object_index(chunk))
 
     def object_key(self, index_zyx: Triple) -> str:
-        """The key of a chunk or shard."""
         return self._folder + self._name(index_zyx)
 
     def index_of_key(self, key: str) -> Triple | None:
@@ -119,7 +114,6 @@ class ChunkGrid:
         return index if all(i < n for i, n in zip(index, self.object_counts_zyx, strict=True)) else None
 
     def is_chunk_folder(self, key: str) -> bool:
-        """Whether this key is a folder above chunks or shards."""
         parts = self._key_pattern.pattern.split("/")
         depth = key.count("/") + 1
         return self._folder.count("/") < depth < len(parts) and bool(re.fullmatch("/".join(parts[:depth]), key))
@@ -146,7 +140,6 @@ class ChunkGrid:
         return found
 
     def whole_shards(self, box: Box) -> set[str]:
-        """Keys of the shards that a box covers completely."""
         if self._shards is None:
             return set()
         return {key for key, chunks in self._by_object(box).items() if len(chunks) == self._shards.chunks}
@@ -269,7 +262,6 @@ class ChunkGrid:
         return None if index is None else self._shards.range_in(index, self._within_shard(chunk))
 
     def _by_object(self, box: Box) -> dict[str, list[Triple]]:
-        """The chunks of a box, grouped by the key of their object."""
         grouped: dict[str, list[Triple]] = {}
         for chunk in self.chunks_of(box):
             grouped.setdefault(self.key_of(chunk), []).append(chunk)
@@ -294,7 +286,6 @@ class Staging:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Begin with nothing staged."""
         self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}  # with the number of boxes that use it
         self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
@@ -329,7 +320,6 @@ class Staging:
                     future.cancel()
 
     def unstage(self) -> None:
-        """Free all staged bytes."""
         for box in list(self._stagings):
             self.release(box)
 

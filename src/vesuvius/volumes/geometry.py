@@ -232,8 +232,6 @@ def _unsupported(problem: str, name: str) -> DataError:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of an array."""
-
     zyx: Triple  # positions of z, y and x among them
     select: tuple[int, ...] = ()  # the selected index of each other axis, in stored order
 

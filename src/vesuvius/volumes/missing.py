@@ -83,7 +83,6 @@ class MissingChunks:
         self.listed: NDArray[Any] | None = None
 
     def mark_present(self, chunk: Triple) -> None:
-        """Remember that a chunk is stored."""
         self._seen[chunk] = True
 
     def check_absent(self, chunk: Triple, box: Box) -> None:
@@ -220,7 +219,6 @@ def _present(grid: ChunkGrid, indices: Iterable[Triple]) -> set[Triple]:
 
 
 def _other_names(grids: list[ChunkGrid]) -> bool:
-    """Whether an array's folder on disk contains names of another key encoding."""
     folder = grids[0].array.path
     if grids[0].source.remote:
         return False
@@ -250,7 +248,6 @@ def _sample_indices(counts_zyx: Triple) -> list[Triple]:
 
 
 def _correction(grid: ChunkGrid) -> str:
-    """How to correct metadata or keys for this key encoding."""
     encoding, separator = grid.form
     if grid.array.metadata.zarr_format == 3:
         correct = f'correct chunk_key_encoding in zarr.json to "{encoding}" with separator "{separator}", or '

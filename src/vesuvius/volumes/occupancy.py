@@ -88,7 +88,6 @@ class ForegroundMap:
 
     @cached_property
     def hash(self) -> str:
-        """Hash of the cells, their size and the volume's shape."""
         digest = hashlib.sha256(np.array([self.cell_zyx, self.shape_zyx], "<i8").tobytes())
         digest.update(np.ascontiguousarray(self.fraction).data)
         if self.voxels:
@@ -272,7 +271,6 @@ def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
 
 
 def sidecar_signature(volume: Volume) -> str:
-    """The signature that identifies the array in sidecars of vesuvius."""
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 

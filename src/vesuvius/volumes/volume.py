@@ -7,20 +7,19 @@ decoded on the reading thread, or ahead of it on several others.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import zarr
@@ -43,23 +42,20 @@ from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
 
 log = logging.getLogger(__name__)
 
-# Chunks fetched from disk while another one is decoded: enough to hide the latency of a network mount.
-_AHEAD = 4
-# Chunks decoded by other threads while one is copied.
-_DECODED_AHEAD = 8
-# Reads of a chunk, bypassing all caches after the first, before it counts as damaged.
-_TRIES = 3
+T = TypeVar("T")
+
+_AHEAD = 4  # chunks fetched from disk while another one is decoded: hides the latency of a network mount
+_DECODED_AHEAD = 8  # chunks decoded by other threads while one is copied
+_TRIES = 3  # reads of a chunk, bypassing all caches after the first, before it counts as damaged
 
 
 @dataclass(eq=False, repr=False)
 class Volume:
     """One level of a volume, open for reading: indexed like a numpy array, closed by `with`.
 
-    Attributes:
-        shape_zyx: shape in voxels.
-        chunk_zyx: shape of the unit of decoding: the chunk, or the inner chunk of a sharded array.
-        dtype: stored dtype in native byte order: bool, or an integer or float of up to 8 bytes.
-        wait_s: total time that `read` has waited for a remote store.
+    `shape_zyx` is in voxels, `chunk_zyx` the shape of the unit of decoding: the chunk, or the inner chunk of a sharded
+    array.  `dtype` is in native byte order: bool, or an integer or float of up to 8 bytes.  `wait_s` is the total time
+    that `read` has waited for a remote store.
     """
 
     name: str  # path and level as the user gave them, for messages
@@ -107,17 +103,16 @@ class Volume:
 
     @cached_property
     def fill_value(self) -> float:
-        """Grey value of absent chunks (air).  An int for integer dtypes, because large ones are not exact in float64.
+        """Grey value of absent chunks (air); `nan_value` if the array's own fill value is NaN or infinite.
 
-        If the array's own fill value is NaN or infinite, the value that replaces NaN.
+        An int for integer dtypes, because large ones are not exact in float64.
         """
         value: float = self.dtype.type(self.array.fill_value or 0).item()
         return value if math.isfinite(value) or self.nan == "keep" else self.nan_value
 
     @cached_property
     def nan_value(self) -> float:
-        """The value that replaces NaN and infinity: the number in `data.nan`, or air (the array's fill value if it is
-        finite, else 0).  Has no meaning for integers, or if NaN is kept."""
+        """The value that replaces NaN and infinity: the number in `data.nan`, or air (0 if that is not finite)."""
         if not isinstance(self.nan, str):
             return float(self.nan)
         value = float(self.array.fill_value or 0)
@@ -125,7 +120,6 @@ class Volume:
 
     @property
     def nonfinite(self) -> Nonfinite | None:
-        """The NaN and infinite values that `read` has replaced; None if there were none."""
         return Nonfinite(self.name, self._nonfinite / self._voxels_read, self.nan_value) if self._nonfinite else None
 
     def material(self, voxels: NDArray[Any]) -> NDArray[Any]:
@@ -142,12 +136,10 @@ class Volume:
             self._staging.stage(box)
 
     def unstage(self) -> None:
-        """Discard everything that is staged."""
         if self._staging is not None:
             self._staging.unstage()
 
     def release(self, box: Box) -> None:
-        """Discard a staged box that will not be read."""
         if self._staging is not None:
             self._staging.release(box)
 
@@ -158,7 +150,7 @@ class Volume:
         before: Callable[[Triple], None] = lambda chunk: None,
         decoders: Pool | None = None,
     ) -> NDArray[Any]:
-        """Read and decode a box; absent chunks have the fill value.  During an outage it blocks and retries.
+        """Read and decode a box into `out`; absent chunks have the fill value.  Blocks and retries during an outage.
 
         Whether it fails, and at which chunk, depends on the stored bytes alone: each chunk that the box touches is
         decoded completely, in order, up to the first damaged one.
@@ -168,9 +160,6 @@ class Volume:
                 default a new array.
             before: called with each chunk before it is used; an exception ends the read.
             decoders: threads that decode ahead, regardless of `before`; None = decode on this thread.
-
-        Returns:
-            `out`, or a new array.
 
         Raises:
             UnreadableChunkError: a chunk cannot be decoded, fails its checksum, contains NaN or infinity while
@@ -204,8 +193,7 @@ class Volume:
     def __getitem__(self, index: Any) -> NDArray[Any]:
         """Read by numpy's rules for integers, slices and `...`: `volume[10, 0:128, :128]`.
 
-        A step other than 1 reads the box that its slice spans.  Raises as `read`, IndexError, and TypeError for any
-        other index: arrays, masks, None.
+        A step other than 1 reads the box that its slice spans.  Raises as `read`, and TypeError for other indices.
         """
         box, rest = indexed_box(index, self.shape_zyx)
         voxels: NDArray[Any] = self.read(box)[rest]
@@ -233,21 +221,14 @@ class Volume:
         return open_volume, (self.spec, self.source.config, self.missing_chunk, self.nan, True)
 
     def close(self) -> None:
-        """Stop the threads that fetch."""
         self.source.close()
 
     def _loads(self, box: Box, decoders: Pool | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
-        """The chunks of a box, each with a function that waits for its voxels."""
-        ahead: deque[tuple[Triple, Future[NDArray[Any] | None]]] = deque()
-        for chunk, fetch in self._fetches(box):
-            if decoders is None:
-                yield chunk, partial(self._load, fetch)
-                continue
-            ahead.append((chunk, self._start_decoding(fetch, decoders)))
-            if len(ahead) > _DECODED_AHEAD:
-                first, voxels = ahead.popleft()
-                yield first, voxels.result
-        yield from ((chunk, voxels.result) for chunk, voxels in ahead)
+        fetches = self._fetches(box)
+        if decoders is None:
+            return ((chunk, partial(self._load, fetch)) for chunk, fetch in fetches)
+        decoding = ((chunk, self._start_decoding(fetch, decoders)) for chunk, fetch in fetches)
+        return _started_ahead(decoding, _DECODED_AHEAD)
 
     def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Pool) -> Future[NDArray[Any] | None]:
         """Wait for the bytes here, so that decoders never block; errors are raised in the order of the chunks."""
@@ -260,7 +241,6 @@ class Volume:
         return decoders.submit(self._load, lambda: data)
 
     def _load(self, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
-        """The decoded voxels of a chunk; None if it is absent."""
         if (data := fetch()) is None:
             return None
         voxels = self._decode(data)
@@ -269,7 +249,6 @@ class Volume:
         return voxels
 
     def _fetches(self, box: Box) -> Iterator[tuple[Triple, Callable[[], bytes | None]]]:
-        """The chunks of a box, each with a function that waits for its bytes."""
         chunks = self.grid.chunks_of(box)
         if (staging := self._staging) is not None:
             started = time.perf_counter()
@@ -285,14 +264,8 @@ class Volume:
             for chunk in chunks:
                 yield chunk, partial(self.grid.fetch, chunk, self.source.get)
             return
-        ahead: deque[tuple[Triple, Future[bytes | None]]] = deque()
-        while True:
-            for chunk in itertools.islice(chunks, _AHEAD + 1 - len(ahead)):
-                ahead.append((chunk, self.source.start(self.grid.fetch, chunk, self.source.get)))
-            if not ahead:
-                return
-            chunk, future = ahead.popleft()
-            yield chunk, future.result
+        fetching = ((chunk, self.source.start(self.grid.fetch, chunk, self.source.get)) for chunk in chunks)
+        yield from _started_ahead(fetching, _AHEAD)
 
     def _staged_bytes(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         assert self._staging is not None
@@ -303,10 +276,7 @@ class Volume:
             self.wait_s += time.perf_counter() - started
 
     def _chunk(self, chunk: Triple, box: Box, load: Callable[[], NDArray[Any] | None]) -> NDArray[Any] | None:
-        """The voxels of a chunk along z, y, x; None if it is air.
-
-        A chunk that seems damaged is fetched again, bypassing all caches.  Raises as `read`.
-        """
+        """The voxels of a chunk, None if it is air; one that seems damaged is fetched again, bypassing all caches."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 voxels = load()
@@ -335,7 +305,6 @@ class Volume:
         raise AssertionError("the last attempt returns or raises")
 
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
-        """Replace NaN and infinity in place, and count them."""
         self._voxels_read += voxels.size
         if self.dtype.kind != "f" or self.nan == "keep":
             return
@@ -350,6 +319,17 @@ class Volume:
         return UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
 
 
+def _started_ahead(futures: Iterable[tuple[Triple, Future[T]]], count: int) -> Iterator[tuple[Triple, Callable[[], T]]]:
+    """Yield each chunk with a function that waits for its future, once the next `count` futures have started."""
+    started: deque[tuple[Triple, Future[T]]] = deque()
+    for each in futures:
+        started.append(each)
+        if len(started) > count:
+            chunk, future = started.popleft()
+            yield chunk, future.result
+    yield from ((chunk, future.result) for chunk, future in started)
+
+
 def open_volume(
     spec: ArrayConfig | str | os.PathLike[str],
     store: StoreConfig = StoreConfig(),
@@ -359,12 +339,9 @@ def open_volume(
 ) -> Volume:
     """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata and checks a few chunk keys.
 
-    Args:
-        reopened: another process has opened the volume before: keys are not checked, and a store that does not answer
-            is an outage.  Otherwise a store that has never answered is given up after a minute.
-
-    Raises:
-        DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
+    If another process has opened the volume before (`reopened`), keys are not checked, and a store that does not answer
+    is an outage; otherwise a store that has never answered is given up after a minute.  Raises DataError: there is
+    nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
     """
     spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=os.fspath(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():

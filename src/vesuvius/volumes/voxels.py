@@ -27,7 +27,6 @@ class Nonfinite:
     read_as: float  # their replacement
 
     def warn(self) -> None:
-        """Log a warning, once per volume and process."""
         text = (
             "%s contains NaN or infinity (%.2g %% of the voxels read so far), read as %g; set data.nan to another "
             "number, or to error to treat them as damage"

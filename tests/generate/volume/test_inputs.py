@@ -13,8 +13,7 @@ from tests.conftest import textured
 from tests.volumes.test_alignment import RAW, volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.generate.sampling import ConditionPatches
-from vesuvius.generate.volume.inputs import InputConfig, Inputs
+from vesuvius.generate.volume.inputs import InputConfig, Inputs, TrainingCondition
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.volumes.box import box_at
@@ -52,8 +51,8 @@ def test_samples_get_held_out_labels_at_their_position(tmp_path: Path) -> None:
     )
     data = prepare_data(0, config)
     facts = DataFacts(trained_volumes(data), data.intensity_ranges(config), None)  # type: ignore[arg-type]
-    with ConditionPatches(config, facts, 0, 0) as conditions:
-        shown = conditions.read(range(8))
+    with TrainingCondition(config, facts, 0, 0) as conditions:
+        shown = conditions.patches(range(8))
         boxes = [box_at(conditions.start_zyx(number), patch) for number in range(8)]
     held_out = data.splits[0].validation
     assert held_out is not None

@@ -36,11 +36,8 @@ def two_sample_scores(
 
     Patches are flipped, and rotated in the y-x plane if Y = X.  Of patches of more than 2^13 voxels the CNN sees a
     random part at full resolution and all of it at a lower one.  `train` and `tests` must share no voxel.  Does not use
-    the global generator; reproducible on one machine.
-
-    Args:
-        train: real and generated patches, any number of each.
-        steps: training steps, each with 16 real and 16 generated patches.
+    the global generator; reproducible on one machine.  `train` has real and generated patches, any number of each, of
+    which a step shows 16 each.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
     real, generated, *others = (_Views(patches, mean, std) for patches in (*train, *tests))
@@ -88,7 +85,6 @@ class _Views:
         return len(self.scales[0])
 
     def views(self, rows: list[int], random: torch.Generator) -> list[Tensor]:
-        """Return random views of these patches, one tensor per scale: flipped, rotated and cropped."""
         return [torch.stack([self._view(scale[row], random) for row in rows]) for scale in self.scales]
 
     def _view(self, patch: Tensor, random: torch.Generator) -> Tensor:
@@ -102,7 +98,6 @@ class _Views:
 
 
 def _part_of(shape_zyx: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the shape with its longest edges cropped to at most 2^13 voxels."""
     edge = max(shape_zyx)
     while math.prod(min(size, edge) for size in shape_zyx) > _VIEW_VOXELS:
         edge -= 1
@@ -111,11 +106,7 @@ def _part_of(shape_zyx: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _classifier() -> nn.Sequential:
-    """[B, 1, Z, Y, X] -> [B, 1]: convolutions, some with stride 2, global mean, linear layer.
-
-    Batch norm, because a norm per sample would hide brightness and contrast.  A first layer at full resolution would
-    take three times as long.
-    """
+    """[B, 1, Z, Y, X] -> [B, 1].  Batch norm, because a norm per sample would hide brightness and contrast."""
     parts: list[nn.Module] = []
     width = 1
     for channels, stride in _LAYERS:
@@ -126,7 +117,6 @@ def _classifier() -> nn.Sequential:
 
 @torch.no_grad()
 def _scores(branches: nn.ModuleList, seen: _Views, random: torch.Generator) -> Floats:
-    """Score how real each patch looks: the mean over several random views."""
     total = np.zeros(len(seen))
     for _ in range(_VIEWS):
         for first in range(0, len(seen), _BATCH):
@@ -166,10 +156,8 @@ def _structure(values: Tensor) -> Tensor:
 def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tuple[Floats, ...]:
     """Score how real each row of `tests` looks, by kernel ridge regression; a row is the features of a patch.
 
-    The kernel is Gaussian in the distance of standardised features; its width is the median distance.
-
-    Args:
-        train: rows of real and of generated patches; both sets have the same total weight.
+    The kernel is Gaussian in the distance of standardised features; its width is the median distance.  `train` has the
+    rows of real and of generated patches; both sets have the same total weight.
     """
     rows = np.concatenate(train)
     mean, std = rows.mean(0), rows.std(0) + 1e-9

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,9 @@ from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_g
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
 from vesuvius.plan.make_plan import Split
+from vesuvius.report import page
 from vesuvius.report.curves import COLOURS, Chart, banded, chart
-from vesuvius.report.page import (
-    FAIL,
-    FOLDER,
-    PASS,
-    Bar,
-    Bars,
-    Picture,
-    RunReport,
-    Table,
-    made_by,
-    new_folder,
-    render_html,
-    write_page,
-)
+from vesuvius.report.page import FAIL, PASS, Bar, Bars, Picture, RunReport, Table
 from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -72,23 +60,20 @@ _NO_PLACES = (
 )
 
 
-@dataclass(frozen=True)
-class EvaluationRequest:
-    """Arguments of an evaluation."""
-
-    samples: SampleRequest  # checkpoint, sampler and number of patches of each kind; `out` is None
-    generated: Path | None  # existing samples or volume; None = generate samples
-    out: Path | None  # folder to write; None = a new one in the run's reports/
-    classifier_steps: int  # training steps of each of the two CNNs
-    command: str  # shown on the page
-
-
-def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done, total: None) -> tuple[Path, str]:
+def evaluate(
+    asked: SampleRequest,
+    path: Path | None,
+    out: Path | None,
+    classifier_steps: int,
+    command: str,
+    on_step: OnProgress = lambda what, done, total: None,
+) -> tuple[Path, str]:
     """Evaluate a trained model and write the folder; returns it and the table for the terminal.
 
+    `asked` has the checkpoint, the sampler and the number of patches of each kind; `path` existing samples or a volume
+    (None = generate samples).  Writes `out` (None = a new folder in the run's reports/), whose page shows `command`.
     Raises ConfigError, DataError, StorageError, and the errors of `generate_samples`: no folder is left.
     """
-    asked, path, out = request.samples, request.generated, request.out
     info = read_checkpoint_info(find_checkpoint(asked.checkpoint, "RUN"), asked.overrides)
     if path is None:
         check_weights(info.checkpoint, asked.weights)
@@ -114,7 +99,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         found = open_generated(path, patch, count, condition, place_of)
     started = time.monotonic()
     generated = generated_set(found, source, config.has_condition)
-    comparison = compare(generated, real, source.data.plan.augment, request.classifier_steps)
+    comparison = compare(generated, real, source.data.plan.augment, classifier_steps)
     seconds += time.monotonic() - started
     searched = sum(region.size for region in real.searched) / real.training_voxels
     notes = [_SEARCHED.format(format_percent(min(1.0, searched)))]
@@ -130,20 +115,19 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "time without sampling": format_duration(seconds),
     }
     report = evaluation_page(config.name, str(info.checkpoint), described, comparison, notes)
-    folder = out or new_folder(run_directory(info.checkpoint) / FOLDER)
+    folder = out or page.new_folder(run_directory(info.checkpoint) / page.FOLDER)
     with atomic_directory(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         rows = {"generated": generated.values, "real": real.held_out.values}
         picture = _montage(staged, rows, config.name, info.data.volumes[asked.volume_index].voxel_size_um)
-        write_page(staged, NAME, render_html([report], made_by(request.command), [picture]))
+        page.write_page(staged, NAME, page.render_html([report], page.made_by(command), [picture]))
     return folder, f"{report.tables[0].text}\n\n{report.headline}"
 
 
 def evaluation_page(
     name: str, directory: str, facts: Mapping[str, str], comparison: Comparison, notes: Sequence[str]
 ) -> RunReport:
-    """The page of an evaluation; `notes` on how to read the table are added to the general ones."""
     return RunReport(
         name=f"{name}: evaluation",
         directory=directory,
@@ -209,7 +193,6 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _bars(metrics: Sequence[Metric]) -> Bars:
-    """Distances of the metrics that have a floor, relative to it."""
     bars = []
     for metric in metrics:
         ratio = abs(metric.distance / metric.floor) if metric.floor else math.nan
@@ -221,7 +204,6 @@ def _bars(metrics: Sequence[Metric]) -> Bars:
 
 
 def metric_table(metrics: Sequence[Metric]) -> Table:
-    """One row per metric."""
     rows = [
         (
             m.name,

@@ -86,7 +86,6 @@ class Metric:
 
     @property
     def reading(self) -> str:
-        """The result in words, for table and summary."""
         if self.beyond is None:
             return "unknown"
         if self.floor is None:
@@ -96,8 +95,6 @@ class Metric:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """All metrics of an evaluation, and the textures for its charts."""
-
     metrics: tuple[Metric, ...]
     textures: dict[str, Texture]  # of each set
 
@@ -137,12 +134,8 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
     """Swap the groups of two sets at random, with as many groups on each side as before.
 
-    Args:
-        one, other: the group of each patch of a set; a group stays together.
-
-    Yields:
-        bool [len(one) + len(other)]: which patches of both are on the first side.  Nothing if there are too few groups
-        for significance at `LEVEL`.
+    `one` and `other` have the group of each patch of a set; a group stays together.  Yields which patches of both are
+    on the first side, bool [len(one) + len(other)]; nothing if there are too few groups for significance at `LEVEL`.
     """
     first = np.unique(one, return_inverse=True)[1]
     count = int(first.max()) + 1
@@ -231,10 +224,7 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
 
 
 def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: Ints) -> Metric:
-    """Return the share of patches that are copies, from the distances to the nearest training voxels.
-
-    A copy is nearer than half the 5th percentile of the distances of held-out patches.
-    """
+    """Return the share of patches nearer to training voxels than half the 5th percentile of held-out patches."""
     known, pooled = held_out[np.isfinite(held_out)], np.concatenate([generated, held_out])
     limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else math.nan
 
@@ -252,13 +242,9 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
     """Return the share of each patch's variance that the most similar part of the training volume leaves unexplained.
 
     Compares at every shift and in every symmetry of training, regardless of brightness and contrast: all positions at
-    some points of a downsampled copy, then the best ones at points of the voxels, at nearby shifts.
-
-    Args:
-        regions: model values of boxes of training voxels, each [Z, Y, X] and no smaller than a patch.
-
-    Returns:
-        [N]; 0 = a copy, 1 = nothing is similar, NaN = the patch has no texture.
+    some points of a downsampled copy, then the best ones at points of the voxels, at nearby shifts.  `regions` are
+    boxes of training voxels, each [Z, Y, X] and no smaller than a patch.  Returns [N]; 0 = a copy, 1 = nothing is
+    similar, NaN = the patch has no texture.
     """
     regions, patches = [region.clip(-_DARKEST, _DARKEST) for region in regions], patches.clip(-_DARKEST, _DARKEST)
     rng, shape, found = np.random.default_rng(0), patches.shape[1:], np.full(len(patches), math.nan)
@@ -301,7 +287,6 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
 
 
 def _pooled(voxels: Voxels, factors: list[int]) -> Voxels:
-    """Return the means of boxes; incomplete boxes at the ends are dropped."""
     return avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values
+from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values, to_model_values
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import Split
@@ -43,8 +43,6 @@ _STRIPES = (16, 8, 4, 2)
 
 @dataclass(frozen=True, eq=False)
 class PatchSet:
-    """Patches of one kind."""
-
     values: NDArray[np.float32]  # [N, Z, Y, X], model values
     # [N, 4], volume index and start: patches of one volume, or their conditions, may share voxels.  Volume -1 = one
     # generated volume.  None = no patches share voxels.
@@ -74,8 +72,6 @@ class PatchSet:
 
 @dataclass(frozen=True, eq=False)
 class RealPatches:
-    """Patches and voxels of a run's volumes."""
-
     held_out: PatchSet  # patches that training never sees
     training: PatchSet  # as many training patches, from everywhere
     sides: tuple[PatchSet, PatchSet]  # more training patches, in two sets that share no voxel
@@ -143,7 +139,6 @@ class RealSource:
         )
 
     def is_held_out(self, volume_index: int, start_zyx: Triple) -> bool:
-        """Whether a patch lies in held-out voxels."""
         held_out, box = self.data.splits[volume_index].validation, box_at(start_zyx, self.config.patch_size)
         return held_out is not None and intersection(held_out, box) == box
 
@@ -152,10 +147,6 @@ class RealSource:
         foreground = self.data.plan.volumes[volume_index].foreground
         return foreground is None or foreground.qualifies(start_zyx)
 
-    def values_of(self, stored: NDArray[Any]) -> NDArray[np.float32]:
-        """Convert grey values of generated patches to model values."""
-        return normalised(torch.from_numpy(stored), intensity_scales([self.stored_as[0]])).numpy()
-
     def _set_of(self, found: FixedPatches, seed: int, rows: Sequence[int] | None = None) -> PatchSet:
         """Return these patches, or some of them, as a perfect model would generate them."""
         rows = list(range(len(found.volumes)) if rows is None else rows)
@@ -163,7 +154,7 @@ class RealSource:
         shown = [augmentation_of(seed, self.data.plan.augment, row) for row in rows]
         raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
         values = normalised(raw, self._scales[locations[:, 0]]).numpy()
-        return PatchSet(self.values_of(to_grey_values(values, *self.stored_as)), locations)
+        return PatchSet(to_model_values(to_grey_values(values, *self.stored_as), self.stored_as[0]), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """Return all training voxels or, if they are too many, those around training patches."""
@@ -185,7 +176,6 @@ class RealSource:
 
 
 def _disjoint_patches(shape: Sequence[int], patch_zyx: Sequence[int]) -> int:
-    """Return the number of disjoint patches that fit into a box."""
     return math.prod(size // patch for size, patch in zip(shape, patch_zyx, strict=True))
 
 
@@ -198,10 +188,7 @@ def disjoint_sides(locations: NDArray[np.int64] | None, patch_zyx: Sequence[int]
     """Assign each of `count` patches to side 0 or 1, so that no patch shares a voxel with the other side; -1 = neither.
 
     Sides are alternating stripes, as narrow as possible while half of the patches remain: two halves of a volume would
-    show different structures.  Pure.
-
-    Args:
-        locations: [count, 4], volume index and start; None = patches share no voxels.
+    show different structures.  `locations` as in `PatchSet`.  Pure.
     """
     if locations is None:
         return np.arange(count) % 2
@@ -233,8 +220,6 @@ def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False)
 class GeneratedPatches:
-    """Generated patches in grey values, not yet read."""
-
     stored: Any  # [N, Z, Y, X]
     locations: NDArray[np.int64] | None  # as in `PatchSet`
 
@@ -242,16 +227,12 @@ class GeneratedPatches:
 def open_generated(
     path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int
 ) -> GeneratedPatches:
-    """Open generated patches.
+    """Open at most `count` generated patches.  Raises ConfigError if they have another size, or are too few.
 
     Args:
         path: output of `vesuvius sample`, or a .npy file or zarr array (or group with one in "0") of patches
             [N, Z, Y, X] or of one volume [Z, Y, X], from which patches are cut at random.
-        count: largest number of patches.
         condition: name of the run's condition, which belongs to volume `volume_index`.
-
-    Raises:
-        ConfigError: the patches have another size, or are too few.
     """
     folder = path if (path / SAMPLES).is_dir() else None
     array = _opened(folder / SAMPLES if folder else path)
@@ -275,7 +256,6 @@ def open_generated(
 
 
 def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPatches:
-    """Cut patches from a generated volume at random.  Raises ConfigError if too few fit."""
     if (apart := _disjoint_patches(volume.shape, patch_zyx)) < LEAST_PATCHES:
         raise ConfigError(
             f"{path} is too small to compare: {apart} disjoint patches fit into it, and {LEAST_PATCHES} are needed; "
@@ -303,10 +283,8 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
     """Convert generated patches to model values, rounded to the dtype of the volume as real voxels are.
 
     Patches with conditions from locations that training does not draw are dropped.  Patches with an orientation not
-    chosen by the model, but by a condition or a volume, are flipped and rotated.
-
-    Raises:
-        ConfigError: too few are left, or voxels are not finite.
+    chosen by the model, but by a condition or a volume, are flipped and rotated.  Raises ConfigError if too few are
+    left, or voxels are not finite.
     """
     voxels, locations, patch = np.array(found.stored), found.locations, source.config.patch_size
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
@@ -324,7 +302,7 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
     if has_condition or locations is not None:
         turns = [augmentation_of(_GENERATED, source.data.plan.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)
-    values, side = source.values_of(raw.numpy()), disjoint_sides(locations, patch, len(raw))
+    values, side = to_model_values(raw.numpy(), source.stored_as[0]), disjoint_sides(locations, patch, len(raw))
     if locations is None:
         return PatchSet(values, None, side)
     # samples with other than held-out conditions have no real counterpart

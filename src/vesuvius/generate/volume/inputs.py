@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
+from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.generate.sample_zarr import to_model_values
+from vesuvius.plan.make_plan import Split, split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
+from vesuvius.training.checkpoint.trained import DataFacts
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
 from vesuvius.volumes.box import Box, box_at, format_box, intersection, is_inside, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -29,8 +33,6 @@ from vesuvius.volumes.voxels import check_labels
 
 @dataclass(frozen=True)
 class InputConfig:
-    """Input volumes as named on the command line."""
-
     inpaint: ArrayConfig | None = None  # volume whose known voxels are kept
     mask: ArrayConfig | None = None  # nonzero voxels are filled; None = missing chunks are filled
     condition: ArrayConfig | None = None
@@ -46,13 +48,13 @@ class Inputs(AbstractContextManager["Inputs"]):
         config: DataConfig,
         shape_zyx: Triple | None = None,
         condition_factors: Fractions = ONES,
+        condition_offsets: Fractions | None = None,
+        missing_chunk: Literal["air", "error"] = "air",
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError if shapes differ or the box is outside.
 
-        Args:
-            config: of the training run.
-            shape_zyx: requested shape of the generated volume.
-            condition_factors: generated voxels per voxel of the condition, along each axis.
+        `config` is that of the training run.  A voxel of the condition covers `condition_factors` generated voxels, and
+        the first begins at `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
         self._labels = config.labels
         named = {"--inpaint": inputs.inpaint, "--mask": inputs.mask, "--condition": inputs.condition}
@@ -61,19 +63,23 @@ class Inputs(AbstractContextManager["Inputs"]):
             for option, spec in named.items():
                 if spec is not None:
                     nan = config.condition_nan if option == "--condition" else config.nan
-                    volume = open_volume(spec, config.store, nan="air" if option == "--mask" else nan)
-                    volumes[option] = opened.enter_context(closing(volume))
-            shape = _common_shape(volumes, inputs.box, shape_zyx, condition_factors)
+                    volume = open_volume(spec, config.store, missing_chunk, "air" if option == "--mask" else nan)
+                    volumes[option] = opened.enter_context(volume)
+            if condition_offsets is None:
+                shape_zyx = _common_shape(volumes, inputs.box, shape_zyx, condition_factors)
+            elif shape_zyx is None:
+                shape_zyx = covered_shape(volumes["--condition"].shape_zyx, condition_factors)
             self._open = opened.pop_all()
         self.volumes: dict[str, Volume] = volumes
-        self.shape_zyx = shape_of(inputs.box) if inputs.box else shape  # None if neither inputs nor arguments define it
+        # None if neither inputs nor arguments define it
+        self.shape_zyx = shape_of(inputs.box) if inputs.box else shape_zyx
         self._origin = inputs.box[0] if inputs.box else (0, 0, 0)
         # the condition may be coarser; the other volumes have the voxels of the generated one
         self._alignments: dict[Volume, Alignment] = {}
         for option, volume in volumes.items():
-            assert shape is not None
-            factors = condition_factors if option == "--condition" else ONES
-            self._alignments[volume] = Alignment(shape, volume.shape_zyx, factors)
+            assert shape_zyx is not None
+            placed = (condition_factors, condition_offsets or ZEROS) if option == "--condition" else (ONES, ZEROS)
+            self._alignments[volume] = Alignment(shape_zyx, volume.shape_zyx, *placed)
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
@@ -99,10 +105,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         return record
 
     def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
-        """Return edge lengths of voxels, their unit, and the corner: its position in the input volumes.
-
-        The edge lengths are `voxel_size_um`, those of the training volume, if the input volumes have none.
-        """
+        """Return edge lengths of voxels (`voxel_size_um` if the inputs have none), their unit, and the corner."""
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
@@ -142,9 +145,40 @@ class Inputs(AbstractContextManager["Inputs"]):
     def known(self, box: Box, grey: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
         """Return known voxels, standardised, with NaN in the gaps.  Raises DataError."""
         assert self.inpaint is not None
-        stored = torch.from_numpy(self.read(self.inpaint, box)[None])
-        values = schedule.standardised(normalised(stored, intensity_scales([grey])))[0].numpy()
+        voxels = torch.from_numpy(to_model_values(self.read(self.inpaint, box), grey))
+        values = schedule.standardised(voxels[None])[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
+
+
+class TrainingCondition(Inputs):
+    """The condition of a training volume, from which samples get theirs; the data volume itself need not exist."""
+
+    def __init__(self, config: DataConfig, facts: DataFacts, volume_index: int, seed: int) -> None:
+        """Reads metadata.  Raises DataError if the condition volume cannot be used."""
+        trained, given = facts.volumes[volume_index], InputConfig(condition=config.volumes[volume_index].condition)
+        placed = trained.condition_factors, trained.condition_offsets
+        super().__init__(given, config, trained.shape_zyx, *placed, config.missing_chunk)
+        assert self.condition is not None
+        assert self.shape_zyx is not None
+        self.volume, self._patch_zyx, self._seed = self.condition, config.patch_size, seed
+        split = Split(trained.train, trained.validation) if trained.train else None
+        split = split or split_volume(
+            self.volume.name, self.shape_zyx, config.patch_size, config.validation, trained.within
+        )
+        self._box = split.validation or split.train
+        low, high = (min(config.labels), max(config.labels)) if config.labels else (0, 0)
+        self.grey = IntensityRange(low, max(low + 1, high)) if config.labels else facts.greys.conditions[volume_index]
+
+    def start_zyx(self, sample: int) -> Triple:
+        """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""
+        rng = np.random.default_rng((self._seed, int(Purpose.CONDITION_POSITION), sample))
+        last = [stop - size for stop, size in zip(self._box[1], self._patch_zyx, strict=True)]
+        return triple(rng.integers(self._box[0], last, endpoint=True).tolist())
+
+    def patches(self, samples: Sequence[int]) -> NDArray[Any]:
+        """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
+        boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
+        return np.stack([self.read(self.volume, box) for box in boxes])
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
@@ -162,7 +196,6 @@ def _stored_stamp(volume: Volume, box: Box) -> str | None:
 def _common_shape(
     volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Fractions
 ) -> Triple | None:
-    """Return the common shape of the volumes; that of the condition is multiplied by its factors."""
     if not volumes:
         if box is not None:
             raise ConfigError(

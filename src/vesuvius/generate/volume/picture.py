@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL.PngImagePlugin import PngInfo
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.common import OnProgress
+from vesuvius.generate.sample_zarr import to_model_values
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
-from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -60,10 +58,7 @@ def check_picture(request: VolumeRequest, picture: Path) -> None:
 
 
 def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
-    """Write a PNG with the middle slices of a finished volume and of its labels, if they were written too.
-
-    Raises DataError, and StorageError if the picture cannot be written.
-    """
+    """Write a PNG with the middle slices of a finished volume and of its labels.  Raises DataError, StorageError."""
     grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
     shown, scale = _volume_slices(request.out, grey)
     cells = [MontageCell("generated from the labels" if request.labels_out else "generated", shown)]
@@ -77,40 +72,27 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
 
 
 def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, Scale]:
-    """Middle slices of an OME-Zarr, and the scale of the level that is shown.
-
-    Args:
-        grey: grey values that become black and white; None = from 0 to the largest value.
-    """
+    """Middle slices of an OME-Zarr, black to white over `grey` (None = from 0 to the largest value); their scale."""
     for level in itertools.count():
-        with closing(open_volume(ArrayConfig(path=str(path), level=level))) as volume:
+        with open_volume(ArrayConfig(path=str(path), level=level)) as volume:
             shape, size_um = volume.shape_zyx, volume.voxel_size_um
             longest = Scale.of(size_um, 1).longest_side(shape)
             if longest > _LONGEST and (path / str(level + 1)).is_dir():
                 continue
-            ends = [(0, size) for size in shape]
-            middles = [(size // 2, size // 2 + 1) for size in shape]
-            cuts = [box_along((*ends[:axis], middles[axis], *ends[axis + 1 :])) for axis in range(3)]
-            faces = [volume.read(cut) for cut in cuts]
+            z, y, x = (size // 2 for size in shape)
+            faces = volume[z], volume[:, y], volume[:, :, x]
             break
     grey = grey or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
-    flat = [_model_values(face, grey).squeeze(axis) for axis, face in enumerate(faces)]
     scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
-    return joined_slices(flat[0], flat[1], flat[2], scale), scale
-
-
-def _model_values(voxels: NDArray[np.generic], grey: IntensityRange) -> Float32:
-    return normalised(torch.from_numpy(voxels[None]), intensity_scales([grey]))[0].numpy()
+    across_z, across_y, across_x = (to_model_values(face, grey) for face in faces)
+    return joined_slices(across_z, across_y, across_x, scale), scale
 
 
 def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
     """Generate a volume from the labels in the middle of the held-out part, and draw it next to the real voxels.
 
-    Raises DataError, and as `generate_volume`.
-
-    Args:
-        run: the run directory of a model with labels, whose first volume has a held-out part.
-        most_zyx: largest size of the volume; smaller if less is held out.
+    `run` has labels and its first volume a held-out part; the volume is at most `most_zyx` large.  Raises as
+    `generate_volume`.
     """
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]
@@ -123,7 +105,7 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
     whole, found = ((0, 0, 0), shape_of(box)), []
     for source, part in ((spec, box), (spec.condition, box), (ArrayConfig(path=str(out)), whole)):
-        with closing(open_volume(source, data.store)) as volume:
+        with open_volume(source, data.store) as volume:
             found.append(volume.read(part))
     real, labels, generated = found
     title = (
@@ -131,9 +113,9 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         "y (bottom)"
     )
     columns = {
-        "real (held out)": _model_values(real, grey),
+        "real (held out)": to_model_values(real, grey),
         "labels": labels * (2 / max(1, labels.max())) - 1,
-        "generated from the labels": _model_values(generated, grey),
+        "generated from the labels": to_model_values(generated, grey),
     }
     scale = Scale.of(info.data.volumes[0].voxel_size_um, _SCALE)
     width = round(labels.shape[2] * scale.pixels_zyx[2])

@@ -31,16 +31,11 @@ _STORE_BYTES = 2**27  # the object store carries no voxels
 def ray_workers(
     open_runner: OpenRunner, count: int, gpus: int, address: str | None, check: Callable[[], None]
 ) -> Iterator[RunTasks]:
-    """Start Ray actors and yield a function that runs tasks in them.
+    """Start Ray actors, each with 0 or 1 GPUs, and yield a function that runs tasks in them.
 
-    Args:
-        gpus: GPUs per actor, 0 or 1.
-        address: address of a cluster; None = a private Ray on this machine.
-        check: called twice a second; may raise to stop.
-
-    Raises:
-        ConfigError: Ray does not start, the cluster does not answer, or it has too few GPUs or cores.
-        VesuviusError: a task keeps killing its actor, or no actor answers.
+    `address` is that of a cluster, or None for a private Ray on this machine; `check` is called twice a second, and may
+    raise to stop.  Raises ConfigError if Ray does not start or has too few GPUs or cores, VesuviusError if a task keeps
+    killing its actor or no actor answers.
     """
     session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
     actors: list[Any] = []
@@ -61,8 +56,6 @@ def ray_workers(
 
 
 class _Worker:
-    """An actor; its first task opens the network."""
-
     def __init__(self, open_runner: OpenRunner) -> None:
         self._open_runner = open_runner
         self._runner: TaskRunner | None = None

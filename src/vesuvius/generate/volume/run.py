@@ -33,20 +33,9 @@ from vesuvius.generate.common import (
     translate_gpu_oom,
 )
 from vesuvius.generate.sample_zarr import to_grey_values
+from vesuvius.generate.volume import tasks
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.generate.volume.tasks import (
-    BLOCKS_PER_GROUP,
-    BlockArray,
-    Blocks,
-    RunTasks,
-    TaskRunner,
-    VolumeJob,
-    VolumeSampler,
-    active_blocks,
-    delete_unflushed_tiles,
-    run_locally,
-    used_blocks,
-)
+from vesuvius.generate.volume.tasks import BlockArray, Blocks, RunTasks, TaskRunner, VolumeJob, VolumeSampler
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
@@ -67,8 +56,6 @@ _CHUNK, _LEVELS = 128, 6
 
 @dataclass(frozen=True)
 class VolumeRequest(GenerateRequest):
-    """A request for a volume."""
-
     out: Path  # ends in .zarr
     shape_zyx: Triple | None  # None = that of the input volumes, or of the box in them
     overlap: float = 0.25  # of neighbouring tiles, as a share of a patch
@@ -82,11 +69,8 @@ class VolumeRequest(GenerateRequest):
 def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
     """Generate a volume, or resume one; a volume finished with the same arguments is not changed.
 
-    Returns a summary for the terminal.
-
-    Raises:
-        ConfigError: arguments do not fit the checkpoint or each other, or `out` is another volume.
-        DataError, StorageError, GpuMemoryError, NonFiniteError, VesuviusError after a signal: finished tiles are kept.
+    Returns a summary for the terminal.  Raises ConfigError if arguments do not fit the checkpoint or each other, or
+    `out` is another volume.  After all other errors, and after a signal (VesuviusError), finished tiles are kept.
     """
     started = time.monotonic()
     with prepared(request) as volume:
@@ -106,7 +90,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 storage_errors(str(target.path), "free some space and run the same command again to resume"),
             ):
                 folder.mkdir(exist_ok=True)
-                delete_unflushed_tiles(folder)
+                tasks.delete_unflushed_tiles(folder)
                 if volume.job.inpaint and not note.exists():
                     write_atomically(note, np.fromiter(active, np.int64).tobytes())
                 sampling = VolumeSampler(volume.job, folder, progress, active)
@@ -118,10 +102,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
 
 
 def forecast_volume(request: VolumeRequest) -> str:
-    """Describe the disk space and the time that a volume takes.  Calls the network twice, writes nothing.
-
-    Raises the errors of `generate_volume`, including StorageError if the disk is too small.
-    """
+    """Describe the disk space and the time that a volume takes.  Writes nothing.  Raises as `generate_volume`."""
     with prepared(request) as volume, translate_gpu_oom(request.batch_size):
         job, active, workers = volume.job, volume.active_blocks(ProgressReporter()), volume.workers
         disk = volume.check_space(active)
@@ -197,10 +178,9 @@ class _Volume:
             return range(self.job.tiling.blocks)
         if note.is_file():
             return dict.fromkeys(np.fromfile(note, np.int64).tolist())
-        return active_blocks(self.job.tiling, self.inputs.gaps, progress)
+        return tasks.active_blocks(self.job.tiling, self.inputs.gaps, progress)
 
     def fill(self, folder: Path, used: Blocks, progress: ProgressReporter) -> None:
-        """Copy the used blocks of the input volumes into the state."""
         inputs, tiling = self.inputs, self.job.tiling
 
         def copy_blocks(field: BlockArray, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
@@ -229,7 +209,7 @@ class _Volume:
         absolute = replace(request, checkpoint=request.checkpoint.resolve())
         open_runner = partial(_open_runner, self.job, folder.resolve(), absolute)
         if self.workers == 1 and request.cluster is None:
-            return run_locally(open_runner)
+            return tasks.run_locally(open_runner)
         from vesuvius.generate.volume.ray_workers import ray_workers  # imports Ray
 
         return ray_workers(open_runner, self.workers, int(self._device.type == "cuda"), request.cluster, progress.check)
@@ -293,13 +273,13 @@ class _Volume:
 
 def state_bytes(job: VolumeJob, active: Blocks, workers: int) -> int:
     """Return the largest size of a state on disk."""
-    tiling, used = job.tiling, len(used_blocks(job, active))
+    tiling, used = job.tiling, len(tasks.used_blocks(job, active))
     block_voxels = math.prod(tiling.patch_zyx)
     fields = (4 if any(step.keeps_x_0 for step in job.passes) else 2) + job.inpaint
     voxel_bytes = 4 * fields + (np.dtype(job.condition).itemsize if job.condition else 0)
     # Tiles are kept for the rows along z over a group of blocks and over the row of blocks before it.
     starts = tiling.starts[0]
-    depth = tiling.patch_zyx[0] * (2 + -(-BLOCKS_PER_GROUP * workers // math.prod(tiling.block_grid[1:])))
+    depth = tiling.patch_zyx[0] * (2 + -(-tasks.BLOCKS_PER_GROUP * workers // math.prod(tiling.block_grid[1:])))
     rows = min(len(starts), 2 + depth // (starts[1] - starts[0] if len(starts) > 1 else depth))
     return block_voxels * (used * voxel_bytes + 4 * rows * math.prod(tiling.tile_grid[1:]))
 
@@ -339,7 +319,6 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
 
 
 def _open_runner(job: VolumeJob, folder: Path, request: GenerateRequest) -> TaskRunner:
-    """Open the network in a worker and return its task runner."""
     torch.set_num_threads(1)  # the same order of summation on every machine
     network = Network(request)
     return TaskRunner(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

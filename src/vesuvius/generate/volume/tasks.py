@@ -78,14 +78,12 @@ class VolumeJob:
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """Passes over the volume, in order."""
         return make_passes(self.levels, self.method, self.rounds)
 
     def batch(self, index: int) -> range:
         return range(self.tiling.tiles)[index * self.batch_size :][: self.batch_size]
 
     def num_batches(self, active: Blocks) -> int:
-        """Return the number of batches with tiles over some blocks."""
         return -(-self.tiling.tiles // self.batch_size) if isinstance(active, range) else len(self.batches_over(active))
 
     def batches_over(self, blocks: Iterable[int], is_done: Callable[[int], bool] = lambda tile: False) -> set[int]:
@@ -147,8 +145,6 @@ def map_file(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
 
 
 class State:
-    """Files of the state before a pass."""
-
     def __init__(self, folder: Path, job: VolumeJob, pass_index: int) -> None:
         self.pass_index, self.path, self._tiling = pass_index, folder / f"{pass_index:05d}", job.tiling
         self.x = BlockArray(self.path / "x", job.tiling)
@@ -210,7 +206,6 @@ class TaskRunner:
         State(self._folder, job, 0).x.write(block, x.numpy())
 
     def evaluate_tiles(self, pass_index: int, batch: int) -> None:
-        """Evaluate the network on a batch of tiles and write the estimates."""
         job, state = self._job, State(self._folder, self._job, pass_index)
         tiles = job.batch(batch)
         # The last batch is padded, because results may depend on the batch size.
@@ -241,16 +236,15 @@ class TaskRunner:
             if active:
                 x = correct_known(step, x, x_0, known)
             x_0 = torch.where(known.isnan(), x_0, known)
-        if step.row is None:
-            if step.keeps_x_0:
-                there.x_0.write(block, here.x_0.read(box))
-            there.x.write(block, x.numpy())
-            return
-        before = torch.from_numpy(here.x_0.read(box)) if step.row.x_0_before != 0 else None
-        noise = block_noise(job.seed, STEP, pass_index, job.tiling, block) if step.row.noise != 0 else None
+        if (row := step.row) is not None:
+            before = torch.from_numpy(here.x_0.read(box)) if row.x_0_before != 0 else None
+            noise = block_noise(job.seed, STEP, pass_index, job.tiling, block) if row.noise != 0 else None
+            x = advance(step, x, x_0, before, noise)
+        elif step.keeps_x_0:
+            x_0 = torch.from_numpy(here.x_0.read(box))
         if step.keeps_x_0:
             there.x_0.write(block, x_0.numpy())
-        there.x.write(block, advance(step, x, x_0, before, noise).numpy())
+        there.x.write(block, x.numpy())
 
 
 def active_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], progress: ProgressReporter) -> Blocks:
@@ -300,7 +294,6 @@ RunTasks = Callable[[Iterable[Task]], Iterator[Task]]
 
 @contextmanager
 def run_locally(open_runner: OpenRunner) -> Iterator[RunTasks]:
-    """Yield a function that runs tasks in this process."""
     with one_thread():
         runner = open_runner()
         yield lambda tasks: map(runner.run, tasks)
@@ -321,10 +314,7 @@ class VolumeSampler:
     def run(self, run_tasks: RunTasks, workers: int = 1) -> BlockArray:
         """Resume from the existing files, run to the last state and return it; only used blocks have one.
 
-        Raises VesuviusError if a stop was requested, and the errors of tasks.
-
-        Args:
-            workers: number of tasks that run at the same time.
+        `workers` tasks run at the same time.  Raises VesuviusError if a stop was requested, and the errors of tasks.
         """
         last = len(self._job.passes)
         for pass_index in range(self._resume(), last):

@@ -43,14 +43,11 @@ _LEAST_OVERLAP = 4  # voxels
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles and blocks of a volume."""
-
     shape_zyx: Triple  # of the volume
     patch_zyx: Triple  # of a tile and of a block
     overlap: float  # least overlap of neighbouring tiles, as a share of a patch; see `tile_starts`
 
     def check(self) -> None:
-        """Raise ConfigError if tiles cannot cover the volume."""
         if any(size < patch for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)):
             raise ConfigError(
                 f"A volume of {format_sizes(self.shape_zyx)} is smaller than a training patch "
@@ -97,7 +94,6 @@ class Tiling:
         return chunk_box(self.block_index(block), self.patch_zyx, self.shape_zyx)
 
     def tiles_over(self, box: Box) -> list[int]:
-        """Return the tiles that share a voxel with a box, in order."""
         per_axis = [
             [i for i, start in enumerate(starts) if lo - patch < start < hi]
             for starts, patch, lo, hi in zip(self.starts, self.patch_zyx, *box, strict=True)
@@ -106,7 +102,6 @@ class Tiling:
         return [(z * ny + y) * nx + x for z, y, x in itertools.product(*per_axis)]
 
     def blocks_over(self, box: Box) -> list[int]:
-        """Return the blocks that share a voxel with a box, in order."""
         _, ny, nx = self.block_grid
         return [(z * ny + y) * nx + x for z, y, x in itertools.product(*chunk_ranges(box, self.patch_zyx))]
 
@@ -170,8 +165,6 @@ _RESPONSES = 0.4, 1.05
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass over the volume."""
-
     level: NoiseLevel  # noise level of the state
     row: Coefficients | None  # the sampler step; None = the pass only corrects the noise of known voxels
     keeps_x_0: bool = False  # a later step needs the estimate of x_0 of the last step up to this pass

@@ -81,7 +81,6 @@ class Scale:
         return cls.of(voxel_size_um, max(1, math.ceil(_SMALLEST_SIDE / longest)))
 
     def longest_side(self, shape_zyx: Sequence[int]) -> float:
-        """Return the pixels of the longest side of a box."""
         return max(size * pixels for size, pixels in zip(shape_zyx, self.pixels_zyx, strict=True))
 
     def bar(self, width: int) -> tuple[int, str]:
@@ -135,8 +134,6 @@ def middle_slice(patch: NDArray[Any], scale: Scale) -> UInt8:
 
 @dataclass(frozen=True)
 class MontageCell:
-    """A picture in a grid and the caption above it."""
-
     caption: str
     picture: UInt8
 

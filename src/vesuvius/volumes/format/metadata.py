@@ -47,8 +47,6 @@ _MAGIC = {
 
 @dataclass(frozen=True)
 class Node:
-    """The metadata of an array or a group."""
-
     key: str  # of the object that holds them
     stored: bytes  # its content
     document: dict[str, Any]  # as zarr-python reads it, including the attributes of zarr v2
@@ -182,8 +180,6 @@ def metadata_hash(array: zarr.Array[Any]) -> str:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of an OME-Zarr group."""
-
     path: str  # of its array below the group
     entry: Any  # the group's `multiscales` entry
     dataset: Any  # the level's dataset in that entry

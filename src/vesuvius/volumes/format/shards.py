@@ -21,15 +21,11 @@ _ABSENT = 2**64 - 1
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The index of a shard."""
-
     entries: NDArray[np.uint64]  # offset and length of each chunk, (..., 2), 2^64 - 1 for an absent one
     version: str | None = None  # stamp of the shard, whose later versions have other entries; None if unknown
 
 
 class ShardForm:
-    """The shard format of an array."""
-
     def __init__(self, array: zarr.Array[Any]) -> None:
         metadata: Any = array.metadata
         (codec,) = metadata.codecs  # `is_supported` has checked this
@@ -68,7 +64,6 @@ class ShardForm:
         return ByteRange(offset, offset + size, 0 if self._is_first else self.index_bytes, index.version)
 
     def present(self, index: Index) -> NDArray[np.bool_]:
-        """Which chunks are stored."""
         found: NDArray[np.bool_] = (index.entries != np.uint64(_ABSENT)).any(-1)
         return found
 

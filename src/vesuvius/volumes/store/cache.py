@@ -109,7 +109,6 @@ class DiskCache:
             self._warn_once(error)
 
     def drop(self, key: str) -> None:
-        """Remove the entry of `key`, if there is one."""
         try:
             self._entry(key).unlink(missing_ok=True)
         except OSError as error:

@@ -60,8 +60,6 @@ class ByteRange:
 
 
 class Answer(NamedTuple):
-    """The result of a read."""
-
     data: bytes
     size: int  # bytes of the whole object
     stamp: str | None = None  # changes with the object's content; None if the store provides none
@@ -78,7 +76,6 @@ class LocalFiles:
         self._root = root
 
     def read(self, key: str, byte_range: ByteRange | None) -> Answer:
-        """A file, or a range of it."""
         self.stamp(key)
         with (self._root / key).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -117,7 +114,6 @@ class LocalFiles:
             yield (below + name for name in itertools.chain(files, folders))
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys of the files, and of the folders, one segment below `prefix`."""
         files, folders = list[str](), list[str]()
         with os.scandir(self._root / prefix) as entries:
             for entry in entries:
@@ -136,7 +132,6 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address is a URL rather than a folder."""
     return "://" in address
 
 
@@ -146,7 +141,6 @@ def shown_address(address: str) -> str:
 
 
 def last_name(address: str) -> str:
-    """The last segment of an address or path."""
     return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
 
 
@@ -256,7 +250,6 @@ class RemoteStore:
             yield [entry["path"] for entry in batch]
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`."""
         found = obstore.list_with_delimiter(self._store, prefix)
         return [entry["path"] for entry in found["objects"]], list(found["common_prefixes"])
 

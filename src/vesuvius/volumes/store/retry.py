@@ -35,8 +35,6 @@ _LOG_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class Outage:
-    """A store that does not answer."""
-
     since: float  # time of the first failure of the oldest failing read, seconds since 1970
     cause: str  # of that read's last failure
     address: str  # of the store
@@ -119,7 +117,6 @@ class Retrier:
 
     @property
     def _patience_s(self) -> float:
-        """Seconds for which a read is retried."""
         return self._outage_s if self._patient else min(self._outage_s, _FIRST_ANSWER_S)
 
     def _record_failure(self, error: BaseException) -> None:

@@ -32,8 +32,6 @@ _ANSWERS = 20  # tries to reach the same one of several servers, each with its o
 
 @dataclass
 class SourceFigures:
-    """Counters of a source."""
-
     requests: int = 0  # reads that reached the store, including retries
     retries: int = 0
     bytes_fetched: int = 0  # from the store
@@ -64,7 +62,6 @@ class Source:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Make the lock anew in a forked child."""
         self._lock = threading.Lock()
 
     @property
@@ -123,7 +120,6 @@ class Source:
         return answer.data, answer.stamp
 
     def submit(self, key: str, byte_range: ByteRange | None = None, probing: bool = False) -> Future[bytes | None]:
-        """Run `get` on one of `config.requests` threads."""
         return self.start(self.get, key, byte_range, not probing, probing)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
@@ -169,7 +165,6 @@ class Source:
         return self._listed(prefix, lambda: self._store.list_one_level(prefix))
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Call a function on one of the `config.requests` threads."""
         if self._retrier.closed.is_set():
             raise ClosedError(f"{self.shown} was closed; open it again")
         return self._pool.submit(function, *arguments)
@@ -180,13 +175,11 @@ class Source:
         self._pool.close()
 
     def count(self, **figures: int) -> None:
-        """Add to the counters."""
         with self._lock:
             for name, value in figures.items():
                 setattr(self.figures, name, getattr(self.figures, name) + value)
 
     def _entry(self, key: str, byte_range: ByteRange | None) -> str:
-        """The cache key of an object or range."""
         part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
         return f"{self.address.rstrip('/')}/{key}{part}"
 
