@@ -1,12 +1,14 @@
-"""Conditions for giving up the wait for data."""
+"""Conditions for giving up the wait for data, and for queueing micro-batches."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.ranks import Ranks
@@ -38,3 +40,15 @@ def test_another_ranks_stop_ends_the_wait_for_data_before_a_step() -> None:
     ranks.stopping = (75, "SIGTERM")
     assert TrainingLoop._stops_waiting(loop)
     assert loop.run.stop.pending() == (75, "SIGTERM"), "and all agree on it"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_queues_at_most_two_micro_batches_on_a_gpu() -> None:
+    loop, ends = SimpleNamespace(_queued=deque()), []
+    for _ in range(6):
+        torch.cuda._sleep(2**28)  # a fraction of a second
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        TrainingLoop._limit_queue(loop)  # type: ignore[arg-type]
+        assert sum(not end.query() for end in ends) <= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,7 @@ class TrainingLoop:
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
         self.micro_batch, self._steps_begun = run.share.micro_batch, 0
+        self._queued = deque[torch.cuda.Event]()  # ends of micro-batches that the GPU may have yet to compute
 
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
@@ -235,6 +237,8 @@ class TrainingLoop:
                         raise StoppedError
                     piece, exchanges = batch.rows(of), last and of.stop >= len(t) and not late
                     self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
+                    if alone and run.device.type == "cuda":
+                        self._limit_queue()
             return True
         except Exception as error:
             if not (can_halve and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):
@@ -242,6 +246,13 @@ class TrainingLoop:
             why = one_line(error, 100)
         self._halve(why)  # outside the handler, which keeps the activations alive
         return False
+
+    def _limit_queue(self) -> None:
+        """Wait until the GPU has at most two micro-batches left, as queued ones cannot be dropped after a stop."""
+        self._queued.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        self._queued[-1].record()
+        if len(self._queued) > 2:
+            self._queued.popleft().synchronize()
 
     def _pieces(self, t: NDArray[np.int64]) -> list[slice]:
         """Slices of a delivered batch."""
