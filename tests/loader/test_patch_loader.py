@@ -173,9 +173,10 @@ def test_labels_that_a_dtype_cannot_hold_or_that_do_not_match_are_refused(tmp_pa
         "half": np.full(SHAPE, 0.5, np.float32),
         "many": np.full(SHAPE, 300, np.int32),
         "signed": np.full(SHAPE, -1, np.int64),
+        "ignore": np.full(SHAPE, 65535, np.uint16),
     }
     paths = {name: write_array(tmp_path / f"{name}.zarr", array) for name, array in arrays.items()}
-    for name, dtype in (("huge", None), ("half", "int64"), ("many", "uint8")):
+    for name, dtype in (("huge", None), ("half", "int64"), ("many", "uint8"), ("ignore", "float16")):
         with (
             pytest.raises(vesuvius.DataError, match="do not fit label_dtype"),
             load(volume, labels=paths[name], label_dtype=dtype) as loader,
@@ -446,13 +447,17 @@ def test_ray_counts_as_disconnected_while_it_is_imported(monkeypatch: pytest.Mon
     assert not is_ray_connected()
 
 
-def test_arguments_accept_numpy_scalars_and_lists(volume: Path) -> None:
+def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) -> None:
     """And the state is plain data all the same."""
+    raw: Any = {"normalize": np.False_, "patch_size": torch.tensor(PATCH), "resident": np.True_, "length": 200}
+    with load(volume, **raw) as loader:
+        assert next(iter(loader)).image.dtype == torch.uint8
+        assert loader.stream.has_resident
     numpys: Any = {
         "patch_size": np.array(PATCH),
         "normalize": [20, 220],
         "seed": np.int64(3),
-        "batch_size": np.int32(4),
+        "batch_size": torch.tensor(4),
         "length": np.int64(3),
         "rank": np.int64(0),
         "world": np.int64(1),
@@ -514,7 +519,9 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"normalize": "minmax"}, "normalize 'minmax' is not valid"),
         ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
         ({"labels": np.zeros(3)}, "labels has an entry of type ndarray"),
-        ({"labels": [None]}, "volumes with and without labels need separate loaders"),
+        ({"labels": [None]}, "volumes without labels need a loader of their own"),
+        ({"resident": "yes"}, "resident 'yes' is not valid"),
+        ({"length": torch.tensor(2.0)}, r"length tensor\(2.\) is not"),
         ({"label_dtype": "int64"}, "label_dtype=int64 has no effect without labels"),
         ({"device": "gpu"}, "torch does not recognize device 'gpu'"),
         ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),

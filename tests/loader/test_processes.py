@@ -273,7 +273,18 @@ with load(seed=3) as uneven:
     distributed.all_reduce(both)
     assert both.item() == 1, "by the rank that comes last"
     uneven.load_state_dict(uneven.state_dict() | {"sample_index": 4})
-    assert seen(uneven, 1) == [4 + rank, 6 + rank]
+    loop = iter(uneven)
+    assert next(loop).samples[0].index == 4 + rank
+    refused = 0
+    try:
+        uneven.load_state_dict(uneven.state_dict() | {"sample_index": 12 + 4 * rank})
+    except vesuvius.ConfigError as error:
+        assert f"Rank {rank} starts at sample {12 + 4 * rank}, but another" in str(error), error
+        assert next(loop).samples[0].index == 8 + rank, "it is unchanged"
+        refused = 1
+    both = torch.tensor([refused])
+    distributed.all_reduce(both)
+    assert both.item() == 1, "also while it reads"
 print(f"rank {rank} is right", flush=True)
 distributed.destroy_process_group()
 """

@@ -58,15 +58,15 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
-def _plain(value: Any) -> Any:
+def natural(value: Any) -> Any:
     """Convert what Python users have to the types of fields, within dicts and sequences too."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: natural(each) for key, each in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy's and torch's; neither is imported here
         value = value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(natural, value)) if isinstance(value, (list, tuple)) else value
 
 
 class Section(BaseModel):
@@ -82,7 +82,7 @@ class Section(BaseModel):
 
     def __init__(self, **fields: Any) -> None:
         try:
-            super().__init__(**_plain(fields))
+            super().__init__(**natural(fields))
         except ValidationError as error:
             found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             found = (text.replace("Value error, ", "").removeprefix(": ") for text in found)

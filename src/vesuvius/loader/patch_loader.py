@@ -5,44 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from numbers import Real
-from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
-from vesuvius.config.load import read_config
-from vesuvius.errors import ConfigError, one_line
+from vesuvius.config.section import natural
+from vesuvius.errors import ConfigError
+from vesuvius.loader.arguments import Arrays, Volumes, data_of, device_of, dtype_of_labels, resident_of
 from vesuvius.loader.device import DeviceFeed, PatchBatch
+from vesuvius.loader.ranks import compare_positions, given_rank, launched_rank
 from vesuvius.loader.resident import keeps_resident, open_resident
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamChanges, StreamOptions, to_integer
-from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import IntensityRange, amplified_reads, prepare_data
-from vesuvius.stream.stream import PatchStream, check_process, check_state
+from vesuvius.stream.state import check_process, check_state
+from vesuvius.stream.stream import PatchStream
 from vesuvius.threads import end_later
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import ClosedError
 
 log = logging.getLogger(__name__)
 
-Spec = TypeVar("Spec", bound=ArrayConfig)
-PathLike = str | os.PathLike[str]
-Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConfig
-Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
-
-_MASKED_FOREGROUND = 0.5
-_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # of torchrun and others, and of mpirun
 _CLOSED = "The PatchLoader was closed during this loop; begin another one"
-_checked = Counter[str]()  # comparisons of the positions of all ranks so far, by plan
 
 
 class PatchLoader(Iterable[PatchBatch]):
@@ -120,33 +108,33 @@ class PatchLoader(Iterable[PatchBatch]):
         resident: bool | None = None,
     ) -> None:
         if device is not None:
-            _device(device)
-        sampling = {
+            device_of(device)
+        given = {
             "patch_size": patch_size,
             "labels": labels,
             "mask": mask,
             "min_foreground": min_foreground,
-            "normalize": None if normalize is False else normalize,
+            "normalize": normalize,
             "augment": augment,
             "validation_fraction": validation_fraction,
         }
-        data, seed = _data(volumes, {key: value for key, value in sampling.items() if value is not None}, seed)
-        self._given_rank = _given_rank(rank, world)
+        data, seed = data_of(volumes, given, seed)
+        self._given_rank = given_rank(rank, world)
         self._device, self._options = device, StreamOptions(batch_size, workers, prefetch_factor)
         self._length = None if length is None else to_integer("length", length, 1)
         self._epochs = None if epochs is None else to_integer("epochs", epochs, 1)
         if epochs is not None and length is None:
             raise ConfigError(f"epochs={epochs} needs the length of an epoch; set length to its number of batches")
+        self._resident = resident_of(resident, data)
         prepared = prepare_data(seed, data)
-        self._job, stated = prepared.job, data.resident
-        self._resident = resident if resident is not None else stated != "auto" and stated
+        self._job = prepared.job
         if self._resident:
             keeps_resident(self._job, self._resident, empty=True)  # ranks that share a copy fill it meanwhile
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
-        if normalize is not False:
+        if natural(normalize) is not False:
             self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        self._label_dtype = _label_dtype(label_dtype, self._job.condition_dtype)
+        self._label_dtype = dtype_of_labels(label_dtype, self._job.condition_dtype)
         self._state: dict[str, Any] = {
             "seed": seed,
             "sample_index": 0,
@@ -253,9 +241,10 @@ class PatchLoader(Iterable[PatchBatch]):
         check_state(state, self._job)
         in_epoch = to_integer("in_epoch of a state", state.get("in_epoch", 0), 0)
         if self._stream and self._is_running:
+            compare_positions(self._job, state["sample_index"])
             self._stream.load_state_dict(state)
         self._state = {key: state[key] for key in self._state}
-        self._in_epoch, self._continues, self._is_new = in_epoch, True, True
+        self._in_epoch, self._continues, self._is_new = in_epoch, True, not self._is_running
         for loop in self._loops:
             loop.samples = self._in_epoch_now()
 
@@ -317,16 +306,16 @@ class PatchLoader(Iterable[PatchBatch]):
         Raises ConfigError: the rank is unknown, or starts elsewhere than the others.
         """
         known = None if self._feed is None else (self._job.rank, self._job.world)
-        if (found := self._given_rank or _launched_rank(known)) != known:
+        if (found := self._given_rank or launched_rank(known)) != known:
             self._stop()
             job = replace(self._job, rank=found[0], world=found[1])
             check_state(self._state, job)
-            target, ranges = _device(self._device), self.intensity_ranges
+            target, ranges = device_of(self._device), self.intensity_ranges
             self._job, self._feed = job, DeviceFeed(target, self._options, job, ranges, self._label_dtype)
             for line in amplified_reads(job.plan, found[1]):
                 log.warning("%s", line)
         if self._is_new:
-            _compare_positions(self._job, self._state["sample_index"])
+            compare_positions(self._job, self._state["sample_index"])
             self._is_new = False
 
     def _open(self) -> PatchStream:
@@ -374,132 +363,3 @@ class PatchDataset(IterableDataset[PatchBatch]):
 
     def __len__(self) -> int:
         return len(self.loader)
-
-
-def _data(volumes: Volumes, sampling: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
-    """Make the data config and the seed from the arguments of a loader."""
-    if isinstance(volumes, (str, os.PathLike)) and Path(volumes).suffix in (".yaml", ".yml"):
-        config = read_config(Path(volumes))
-        volumes, seed = config.data, config.seed if seed is None else seed
-    seed = 0 if seed is None else to_integer("seed", seed, 0)
-    if isinstance(volumes, DataConfig):
-        if sampling:
-            raise ConfigError(f"{', '.join(sampling)} cannot be combined with a data section; set it there")
-        return volumes, seed
-    named = _several("volumes", volumes, VolumeConfig)
-    for argument, key in (("labels", "condition"), ("mask", "mask")):
-        if argument not in sampling:
-            continue
-        arrays = _several(argument, sampling[argument], ArrayConfig)
-        if len(arrays) != len(named):
-            raise ConfigError(f"{argument} has {len(arrays)} entries for {len(named)} volumes; pass one for each")
-        named = [volume.model_copy(update={key: each}) for volume, each in zip(named, arrays, strict=True)]
-    keys: dict[str, Any] = {"volumes": tuple(named)}
-    if "patch_size" in sampling:
-        sizes = _numbers("patch_size", sampling["patch_size"], 3, "voxels (z, y, x)")
-        keys["patch_size"] = tuple(to_integer("patch_size", size, 1) for size in sizes)
-    square = "patch_size" not in sampling or len({*keys["patch_size"][1:]}) == 1
-    flips = sampling.get("augment", True)  # rot90 is left to the default if it is possible
-    keys["augment"] = AugmentConfig(flip=flips) if flips and square else AugmentConfig(flip=flips, rot90=False)
-    keys["min_foreground"] = sampling.get("min_foreground", _MASKED_FOREGROUND if "mask" in sampling else 0.0)
-    if sampling.get("normalize", True) is not True:
-        low, high = _numbers("normalize", sampling["normalize"], 2, "True, False or (low, high)")
-        keys["normalize"] = NormalizeConfig(low=float(low), high=float(high))
-    keys["validation"] = ValidationConfig(fraction=sampling.get("validation_fraction", 0.0))
-    return DataConfig(**keys), seed
-
-
-def _several(name: str, given: Any, kind: type[Spec]) -> list[Spec]:
-    """Convert one or several paths or configs to configs.  Raises ConfigError for anything else."""
-    configs = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
-        spec = kind(path=os.fspath(each)) if isinstance(each, (str, os.PathLike)) else each
-        if not isinstance(spec, kind):
-            remedy = f"pass paths or {kind.__name__}s; volumes with and without {name} need separate loaders"
-            raise ConfigError(f"{name} has an entry of type {type(each).__name__}; {remedy}")
-        configs.append(spec)
-    return configs
-
-
-def _numbers(name: str, value: Any, count: int, what: str) -> list[Any]:
-    """Convert to a list of `count` numbers.  Raises ConfigError for anything else."""
-    numbers = list(value) if isinstance(value, Iterable) else []
-    if len(numbers) != count or not all(isinstance(each, Real) for each in numbers):
-        raise ConfigError(f"{name} {value!r} is not valid; set it to {what}")
-    return numbers
-
-
-def _label_dtype(given: Any, stored: str | None) -> torch.dtype | None:
-    """Return the dtype of labels on the device; None = as stored.  Raises ConfigError for one that torch lacks."""
-    if given is None:
-        return torch.int64 if stored and np.dtype(stored).kind in "bui" else None
-    if stored is None:
-        raise ConfigError(f"label_dtype={given} has no effect without labels; add labels, or remove it")
-    try:
-        return given if isinstance(given, torch.dtype) else torch.from_numpy(np.empty(0, given)).dtype
-    except TypeError as error:
-        raise ConfigError(f"label_dtype {given!r} is not a dtype: {one_line(error)}; use torch.int64") from error
-
-
-def _given_rank(rank: int | None, world: int | None) -> tuple[int, int] | None:
-    """Return the rank and the number of ranks of the arguments.  Raises ConfigError for one without the other."""
-    if (rank is None) != (world is None):
-        raise ConfigError(f"rank={rank} and world={world} are incomplete; pass both or neither")
-    if rank is None or world is None:
-        return None
-    rank, world = to_integer("rank", rank, 0), to_integer("world", world, 1)
-    if rank >= world:
-        raise ConfigError(f"rank {rank} does not exist with world={world}; pass 0 to {world - 1}")
-    return rank, world
-
-
-def _launched_rank(known: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the rank that torch.distributed gives now, or else the `known` one, or else 0 of 1.
-
-    Raises ConfigError: a launcher has started several processes, and torch.distributed is not initialized.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for variable in () if known else _WORLD_VARIABLES:
-        if (value := os.environ.get(variable, "").strip()) not in ("", "1"):
-            raise ConfigError(
-                f"The rank of this process is unknown although {variable}={value}, and all would read the same "
-                "samples; call torch.distributed.init_process_group before the first loop, or pass rank and world"
-            )
-    return known or (0, 1)
-
-
-def _compare_positions(job: ReaderJob, sample_index: int) -> None:
-    """Raise ConfigError if the first rank that began this loop began elsewhere.  Waits for no other rank."""
-    distributed = torch.distributed
-    if job.world == 1 or not distributed.is_initialized() or distributed.get_world_size() != job.world:
-        return
-    _checked[job.plan.hash] += 1
-    key = f"vesuvius/{job.plan.hash}/{_checked[job.plan.hash]}"
-    with suppress(RuntimeError):  # the store has ended with the process that holds it
-        first = distributed.distributed_c10d._get_default_store().compare_set(key, "", str(sample_index))
-        if int(first) != sample_index:
-            raise ConfigError(
-                f"Rank {job.rank} starts at sample {sample_index}, but another rank at {int(first)}; load the same "
-                "state on all ranks; for a loader on one rank alone pass rank=0 and world=1"
-            )
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    """Return the device.  Raises ConfigError for one that does not exist or that batches cannot be copied to."""
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"torch does not recognize device {device!r}: {one_line(error)}; choose another") from error
-    if target.type not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"device {str(target)!r} is neither the CPU nor a CUDA GPU; use device='cpu' and batch.to({str(target)!r})"
-        )
-    if target.type == "cuda" and (target.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"device {str(target)!r} does not exist: torch finds {count} CUDA GPUs; choose another, 'cpu', or None, "
-            "which uses a GPU if there is one"
-        )
-    return target

@@ -7,11 +7,11 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
 from vesuvius.config import ClusterConfig, TrainingConfig
+from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
@@ -134,9 +134,10 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
 
 def to_integer(name: str, value: Any, minimum: int) -> int:
     """Convert an integer of any type to int.  Raises ConfigError for other types and for values below `minimum`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
+    integer = natural(value)
+    if not isinstance(integer, int) or isinstance(integer, bool) or integer < minimum:
         raise ConfigError(f"{name} {value!r} is not an integer of at least {minimum}; change it")
-    return int(value)
+    return int(integer)
 
 
 def check_cluster(address: str) -> None:

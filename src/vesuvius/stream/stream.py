@@ -6,7 +6,6 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from weakref import WeakMethod, WeakSet
 
 import numpy as np
 
-from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_count
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.events import EventRecorder
@@ -33,13 +32,14 @@ from vesuvius.stream.options import (
     store_prefetch_bytes,
 )
 from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
-from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.sources import Sources
+from vesuvius.stream.state import check_process, check_state
 from vesuvius.threads import before_exit, end_later
+from vesuvius.volumes.errors import ClosedError
 
 _ENDLESS = 2**62
 _END_S = 60.0
@@ -73,6 +73,7 @@ class PatchStream(Iterator[Batch]):
         DataError: on opening or iterating, if a volume cannot be read or too many regions cannot.
         ConfigError: on opening, if /dev/shm is too small; on iterating, if Ray does not start or its cluster does not
             answer; in another process.
+        ClosedError: on iterating, the stream is closed, or another thread closes it.
     """
 
     _closed = True  # until it has opened
@@ -145,9 +146,9 @@ class PatchStream(Iterator[Batch]):
             raise self._failure
         if self._resident is not None and self._resident.first_pass_done and self.options.workers:
             self._end_readers()
-        if self._feeder is None:
-            raise StopIteration
-        batch = self._feeder.next_batch()
+        if (feeder := self._feeder) is None:
+            raise ClosedError("The stream is closed; open another PatchStream")
+        batch = feeder.next_batch()
         if batch is None:
             raise StopIteration
         count, world = len(batch.samples), self._job.world
@@ -365,38 +366,6 @@ class PatchStream(Iterator[Batch]):
         """Record a death, on any thread.  Returns the error that ends the stream, if any."""
         self.readers.pop(fields["pid"], None)
         return self._events.reader_died(text, fields)
-
-
-def check_state(state: Any, job: ReaderJob) -> None:
-    """Raise ConfigError unless `state` comes from `state_dict` of a stream over the same plan."""
-    types = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
-    if not isinstance(state, dict) or any(type(state.get(key)) is not kind for key, kind in types.items()):
-        raise ConfigError(
-            f"{one_line(repr(state))} was not returned by state_dict() of a stream; pass such a state unchanged"
-        )
-    if state["plan_hash"] != job.plan.hash:
-        raise ConfigError(
-            f"The state belongs to plan {state['plan_hash']}, but the stream has plan {job.plan.hash}; use the same "
-            "seed, data section and volumes"
-        )
-    for record in state["quarantined"]:
-        parse_damaged_box(record, len(job.data.volumes))
-    if state["sample_index"] < 0 or state["sample_index"] % job.world:
-        raise ConfigError(
-            f"The state is at sample {state['sample_index']}, not at a multiple of the number of ranks ({job.world}); "
-            "continue with a number of ranks that divides it"
-        )
-
-
-def check_process(what: str, pid: int) -> None:
-    """Raise ConfigError in a DataLoader's worker, and in any other process than `pid`."""
-    worker = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)() is not None
-    if worker or os.getpid() != pid:
-        raise ConfigError(
-            f"A {what} does not work in {'a worker of a DataLoader' if worker else 'a forked process'}: each would "
-            "read the same samples; make and iterate it in one process; for a DataLoader, wrap a PatchLoader in a "
-            "PatchDataset and set num_workers=0 and PatchLoader(workers=...)"
-        )
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

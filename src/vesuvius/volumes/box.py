@@ -108,7 +108,8 @@ def indexed_box(index: Any, shape_zyx: Triple) -> tuple[Box, tuple[Any, ...]]:
         except IndexError:
             raise IndexError(f"index {each} is out of bounds for an axis of {size} voxels") from None
         except TypeError:
-            raise TypeError(f"{each!r} is neither an integer nor a slice of integers; index what was read") from None
+            kind = type(each).__name__
+            raise TypeError(f"A volume has integers and slices as indices, not {kind}; index what was read") from None
         span = range(chosen, chosen + 1) if isinstance(chosen, int) else chosen
         spans.append(range(min(span[0], span[-1]), max(span[0], span[-1]) + 1) if span else range(0))
         left.append(0 if isinstance(chosen, int) else slice(None, None, span.step))

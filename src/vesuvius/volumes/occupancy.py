@@ -12,7 +12,6 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -296,15 +295,14 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
         except (FetchError, ValueError) as error:
             return f"{grid.key_of(first)}: {one_line(error)}"
 
-    with ThreadPoolExecutor(volume.source.config.requests) as pool:
-        reading = f"reading the indices of the shards of {volume.name}"
-        found = with_progress(pool.map(present_in, firsts), reading, len(firsts))
-        for first, present in zip(firsts, found, strict=True):
-            if isinstance(present, str):
-                damaged.append(present)
-            else:
-                view = occupancy[slices(box_at(first, per_shard))]
-                view[...] = present[tuple(slice(n) for n in view.shape)]
+    found = [volume.source.start(present_in, first) for first in firsts]
+    indices = with_progress(found, f"reading the indices of the shards of {volume.name}", len(firsts))
+    for first, future in zip(firsts, indices, strict=True):
+        if isinstance(present := future.result(), str):
+            damaged.append(present)
+        else:
+            view = occupancy[slices(box_at(first, per_shard))]
+            view[...] = present[tuple(slice(n) for n in view.shape)]
     if damaged:
         more = f" and of {len(damaged) - 1} more shards" if len(damaged) > 1 else ""
         what = f"Cannot read the index of {damaged[0]}{more} in {volume.name}"
@@ -346,5 +344,5 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     while len(folders) == 1:  # descend until there are several folders to list concurrently
         keys, folders = source.list_one_level(folders[0])
         yield keys
-    with ThreadPoolExecutor(source.config.requests) as pool:
-        yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
+    for listed in [source.start(lambda folder: list(source.list_keys(folder)), each) for each in folders]:
+        yield listed.result()

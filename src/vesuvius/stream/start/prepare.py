@@ -19,6 +19,7 @@ from vesuvius.plan.make_plan import Split, make_plan, plan_volume
 from vesuvius.plan.plan import Plan
 from vesuvius.runlog.progress import Progress, with_progress
 from vesuvius.runlog.units import format_sizes
+from vesuvius.stream.options import to_integer
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.split import split_volumes
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
@@ -213,6 +214,7 @@ def prepare_data(
 
     Raises DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
     """
+    seed = to_integer("seed", seed, 0)
     specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
     volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in specs)
     conditions = tuple(
