@@ -194,6 +194,7 @@ def save_checkpoint(
 
 
 def _save_in(folder: Path, step: int, state: dict[str, Any], config_yaml: str, training: TrainingConfig) -> Path:
+    """Like `save_checkpoint`, by names in an open folder.  Raises OSError and SafetensorError."""
     final = folder / f"step_{step:08d}"
     unfinished = folder / f"{_PARTIAL}{final.name}"
     _clean_up(folder)
