@@ -50,10 +50,7 @@ os.register_at_fork(after_in_child=lambda: [owner.renew() for owner in list(_ren
 
 
 def renew_after_fork(owner: Any) -> None:
-    """Call `owner.renew`, which makes its locks and threads, now and in each forked child.
-
-    In a child threads are missing, and locks that they held stay locked.
-    """
+    """Call `owner.renew`, which makes its locks and threads, now and in each forked child, where they are missing."""
     owner.renew()
     _renewed.add(owner)
 
@@ -61,8 +58,8 @@ def renew_after_fork(owner: Any) -> None:
 class Pool:
     """Up to `threads` daemon threads that run calls; started as needed, also in a forked child.
 
-    Takes no lock, as the garbage collector may drop or close a pool on any thread at any time, even on one inside its
-    `submit`.  (An executor's `submit` then waits for itself, and with it all executors.)
+    Takes no lock, as the garbage collector may close a pool on any thread, even on one inside its `submit`, where an
+    executor would wait for itself.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -144,18 +141,14 @@ def _ender() -> Pool:
 
 
 def end_later(end: Callable[[], object]) -> Future[object]:
-    """Call `end` soon on a thread of its own: for finalisers, which must not wait or take locks.
-
-    Call it once outside of a finaliser first, because that starts the thread.
-    """
+    """Call `end` soon on a thread of its own, which the first call starts: for finalisers, which must take no lock."""
     return _ender().submit(end)
 
 
 def thread_stacks() -> Iterator[str]:
-    """The stacks of all threads, in the format of faulthandler, but with names and without its limit of 100 threads.
+    """The stacks of all threads as faulthandler writes them, with names and without its limit of 100 threads.
 
-    Opens no source files, because the disk may be what hangs.  Python threads keep running, so a stack may be
-    inconsistent.
+    Opens no source files: the disk may be what hangs.  Threads keep running, so a stack may be inconsistent.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for thread, top in sys._current_frames().items():

@@ -26,10 +26,8 @@ def _check_positive(sizes: Triple) -> Triple:
 class Location(str):
     """An absolute path, or an address, that remembers how it was `written`: configs are dumped as written.
 
-    Expands `~`, and turns a file:// address into a path (`#` and `?` are ordinary characters).  A relative path is one
-    of the working directory at the time of the call: a later `os.chdir` must not lead to other files.
-
-    Raises ValueError: the path is relative, and the working directory no longer exists.
+    Expands `~`, turns a file:// address into a path, and joins a relative path to the current working directory.
+    Raises ValueError: the latter no longer exists.
     """
 
     written: str

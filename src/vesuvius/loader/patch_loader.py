@@ -37,12 +37,9 @@ class PatchLoader(Iterable[PatchBatch]):
     """Batches of patches in a reproducible random order, read by separate processes.
 
     Patches and their order depend on `seed`, the volumes and the sampling arguments, not on `workers`,
-    `prefetch_factor` or the device.  A context manager: on exit the readers, and Ray if the loader started it, end in
-    about a second.  Without `with`, they end at `close()`, soon after the last reference to the loader, or when the
-    interpreter exits.
-
-    All loops over a loader share its one sequence of batches, and each counts its own `length`.  After an error the
-    next loop, or `next`, goes on at the batch that failed.
+    `prefetch_factor` or the device.  A context manager: on exit the readers, and Ray if the loader started it, end.
+    All loops share one sequence of batches, and each counts its own `length`.  After an error the next loop, or
+    `next`, goes on at the batch that failed.
 
     Args:
         volumes: OME-Zarr groups or zarr arrays: a path or URL (https://, s3://, gs://, az://, hf://), a `VolumeConfig`
@@ -57,12 +54,10 @@ class PatchLoader(Iterable[PatchBatch]):
         label_dtype: dtype of labels on the device; None = int64 for integers and bool, as stored for floats.
         mask: a volume for each of `volumes` whose nonzero voxels are foreground.
         min_foreground: minimum share of foreground in each patch: of the mask's voxels (estimated, with a warning, if
-            they are more than 2^30) or, without one, of the stored chunks.  None = 0.5 with a mask, else 0: patches
-            from everywhere.
+            they are more than 2^30) or, without one, of the stored chunks.  None = 0.5 with a mask, else 0.
         normalize: True = map the 0.5th and 99.5th percentile of each volume linearly to -1 and +1, without clipping;
             (low, high) = map these instead; False = intensities as stored.
-        augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in
-            patch and voxel size.
+        augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in patch and voxel size.
         validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
         rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed at the first loop.
@@ -109,15 +104,8 @@ class PatchLoader(Iterable[PatchBatch]):
     ) -> None:
         if device is not None:
             device_of(device)
-        given = {
-            "patch_size": patch_size,
-            "labels": labels,
-            "mask": mask,
-            "min_foreground": min_foreground,
-            "normalize": normalize,
-            "augment": augment,
-            "validation_fraction": validation_fraction,
-        }
+        given: dict[str, Any] = {"patch_size": patch_size, "labels": labels, "mask": mask, "augment": augment}
+        given |= {"min_foreground": min_foreground, "normalize": normalize, "validation_fraction": validation_fraction}
         data, seed = data_of(volumes, given, seed)
         self._given_rank = given_rank(rank, world)
         self._device, self._options = device, StreamOptions(batch_size, workers, prefetch_factor)
@@ -350,10 +338,7 @@ class _Loop(Iterator[PatchBatch]):
 
 
 class PatchDataset(IterableDataset[PatchBatch]):
-    """A `PatchLoader` for code that requires a DataLoader: `DataLoader(PatchDataset(loader), batch_size=None)`.
-
-    The loader has its own readers: in a worker of the DataLoader it raises ConfigError.
-    """
+    """A `PatchLoader` for code that requires a DataLoader: `DataLoader(PatchDataset(loader), batch_size=None)`."""
 
     def __init__(self, loader: PatchLoader) -> None:
         self.loader = loader

@@ -51,10 +51,9 @@ def keeps_resident(job: ReaderJob, wanted: bool | float, empty: bool = False) ->
 def open_resident(job: ReaderJob, wanted: bool | float) -> Resident | None:
     """Open the copy of a loader: that of another rank on this machine or a new one; None if none is kept.
 
-    The first rank offers its copy in the store of `torch.distributed`; none waits for another.  Raises as
-    `keeps_resident`.
+    The first rank offers its copy in the store of `torch.distributed`.  Raises as `keeps_resident`.
     """
-    if wanted is not True and not wanted:
+    if not wanted:
         return None
     distributed, own = torch.distributed, None
     if job.world > 1 and distributed.is_initialized() and distributed.get_world_size() == job.world:

@@ -162,8 +162,7 @@ class PatchStream(Iterator[Batch]):
     def close(self) -> None:
         """End the readers for good.  Safe to call again, and on any thread: a `next` that waits raises ClosedError.
 
-        Takes at most half a minute: a private Ray whose head hangs is killed, a shared one abandoned, each with a
-        warning.  Does nothing in a forked child, such as a DataLoader worker: everything belongs to its parent.
+        Takes at most half a minute, also if Ray hangs.  Does nothing in a forked child: all belongs to its parent.
         """
         if os.getpid() != self._pid:
             return
@@ -177,10 +176,7 @@ class PatchStream(Iterator[Batch]):
                 self._sources.end_ray()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream as plain data: enough to continue with any workers, prefetch or cache.
-
-        Call it between two batches.
-        """
+        """Return the position between two batches as plain data; continues with any workers, prefetch or cache."""
         return {
             "seed": self._job.plan.seed,
             "sample_index": self._next_sample,
@@ -189,9 +185,7 @@ class PatchStream(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of another stream over the same plan.
-
-        Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
+        """Continue at the position of another stream over the same plan; reads the regions in flight again.
 
         Raises ConfigError: not a state, the state of another plan, or the stream is closed; the stream is unchanged.
         """
@@ -205,9 +199,6 @@ class PatchStream(Iterator[Batch]):
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
         """Change readers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
-
-        Takes the seconds that new readers need to start and to read the regions in flight again, at most
-        `plan.regions_in_flight`.
 
         Raises:
             TypeError: an option that cannot be changed while the stream runs.
