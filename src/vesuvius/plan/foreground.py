@@ -29,6 +29,7 @@ from vesuvius.volumes.occupancy import ForegroundMap
 
 _FULL = 255
 _DRAWS_MAX = 2**20
+_COUNTS_MAX = 2**16  # the same where each draw counts voxels, which takes about 1 ms; at most a 16th in the plan
 # The list of blocks is refined until this share of its starts qualifies, while it has at most `_REFINED_MAX` blocks;
 # longer lists are those of large volumes, in which most blocks are entirely foreground.
 _ACCEPTED = 1 / 8
@@ -82,15 +83,15 @@ class QualifyingStarts:
         inside = all(s < stop for s, stop in zip(start, self.starts[1], strict=True))
         return start if inside and self.qualifies(start) else None
 
-    def draw(self, rng: np.random.Generator) -> Triple:
-        """Draw a start, uniformly from those that qualify.  Raises DataError after 2^20 failed draws."""
-        for _ in range(_DRAWS_MAX):
+    def draw(self, rng: np.random.Generator, share: int = 1) -> Triple:
+        """Draw a start, uniformly from those that qualify.  Raises DataError after many failures."""
+        most = _COUNTS_MAX // share if self.map.voxels else _DRAWS_MAX
+        for _ in range(most):
             start = self.at(int(rng.integers(self.num_positions)))
             if start is not None:
                 return start
         raise DataError(
-            f"No patch with data.min_foreground={self.min_fraction:g} of foreground was found in {_DRAWS_MAX} draws; "
-            "lower it"
+            f"No patch with data.min_foreground={self.min_fraction:g} of foreground was found in {most} draws; lower it"
         )
 
     @cached_property
@@ -116,20 +117,20 @@ class QualifyingStarts:
                 kept.append(np.ravel_multi_index(tuple(block.T), finer._counts).astype(_index_type(finer._counts)))
         return replace(finer, blocks=np.sort(np.concatenate(kept)) if kept else self.blocks[:0])
 
-    def acceptance_rate(self) -> float:
-        """Estimate the share of positions that qualify."""
-        rng = np.random.default_rng(0)
-        drawn = rng.integers(self.num_positions, size=_TRIALS).tolist()
-        return sum(self.at(position) is not None for position in drawn) / _TRIALS
+    def accepts_enough(self) -> bool:
+        """Whether an eighth of some random positions qualify; tests no more than it takes to know."""
+        drawn = np.random.default_rng(0).integers(self.num_positions, size=_TRIALS).tolist()
+        enough = int(_TRIALS * _ACCEPTED)
+        return sum(1 for _ in itertools.islice(filter(self.at, drawn), enough)) == enough
 
     def _bounds(self, blocks: NDArray[np.intp]) -> NDArray[np.float64]:
         """Upper bound, for each block (n, 3), on the foreground of patches that start in it, in 255ths of a voxel.
 
-        Each map cell counts with its largest overlap with any of those patches, or completely if its foreground may lie
-        anywhere in it.
+        Each map cell counts with its largest overlap with any of those patches: its share of it, or, if its foreground
+        may lie anywhere in it, all up to that.
         """
         axes = [
-            _reach(lo, hi, edge, patch, cell, counted, self.map.voxels is not None)
+            _reach(lo, hi, edge, patch, cell, counted)
             for lo, hi, edge, patch, cell, counted in zip(
                 *self.starts, self.edge_zyx, self.patch_zyx, self.map.cell_zyx, self.map.fraction.shape, strict=True
             )
@@ -140,7 +141,12 @@ class QualifyingStarts:
             some = blocks[first : first + batch].T
             (z, wz), (y, wy), (x, wx) = ((cells[n], weight[n]) for (cells, weight), n in zip(axes, some, strict=True))
             shares = self.map.fraction[z[:, :, None, None], y[:, None, :, None], x[:, None, None, :]]
-            bounds[first : first + batch] = np.einsum("nzyx,nz,ny,nx->n", shares, wz, wy, wx, optimize=True)
+            if self.map.voxels:
+                overlap = _FULL * np.einsum("nz,ny,nx->nzyx", wz, wy, wx)
+                found = np.minimum(shares * float(math.prod(self.map.cell_zyx)), overlap).sum((1, 2, 3))
+            else:
+                found = np.einsum("nzyx,nz,ny,nx->n", shares, wz, wy, wx, optimize=True)
+            bounds[first : first + batch] = found
         return bounds
 
 
@@ -177,13 +183,14 @@ def qualifying_starts(
     # A patch qualifies only if at least one of its map cells is this bright.
     blocks = np.flatnonzero(brightest >= bright).astype(_index_type(brightest.shape))
     qualifying = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, edges, blocks)
-    while len(qualifying.blocks) and qualifying.acceptance_rate() < _ACCEPTED:
-        if len(qualifying.blocks) > _REFINED_MAX or max(qualifying.edge_zyx) == 1:
-            if max(qualifying.edge_zyx) == 1 and len(qualifying.blocks) <= _COUNTED_MAX:
-                counted = [position for position in range(len(qualifying.blocks)) if qualifying.at(position)]
-                return replace(qualifying, blocks=qualifying.blocks[counted]) if counted else None
+    while len(qualifying.blocks) and not qualifying.accepts_enough():
+        single = max(qualifying.edge_zyx) == 1
+        if single and len(qualifying.blocks) <= _COUNTED_MAX:
+            counted = [position for position in range(len(qualifying.blocks)) if qualifying.at(position)]
+            return replace(qualifying, blocks=qualifying.blocks[counted]) if counted else None
+        if single or len(qualifying.blocks) > _REFINED_MAX:
             try:
-                qualifying.draw(np.random.default_rng(0))
+                qualifying.draw(np.random.default_rng(0), 16)  # so that later ones do not fail
             except DataError:
                 return None
             return qualifying
@@ -203,7 +210,7 @@ def _index_type(counts: Sequence[int]) -> type[np.unsignedinteger[Any]]:
 
 
 def _reach(
-    lo: int, hi: int, edge: int, patch: int, cell: int, counted: int, anywhere: bool
+    lo: int, hi: int, edge: int, patch: int, cell: int, counted: int
 ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """Return, for each block along an axis, the map cells that its patches touch and the maximum overlap with each.
 
@@ -213,8 +220,7 @@ def _reach(
     last = np.minimum(first + edge, hi) - 1  # last start
     cells = (first // cell)[:, None] + np.arange(int(((last + patch - 1) // cell - first // cell).max()) + 1)
     overlap = np.minimum(last[:, None] + patch - cells * cell, (cells + 1) * cell - first[:, None])
-    overlap = np.where(overlap > 0, cell, 0) if anywhere else overlap.clip(0, min(patch, cell))
-    return np.minimum(cells, counted - 1), overlap.astype(np.float64)
+    return np.minimum(cells, counted - 1), overlap.clip(0, min(patch, cell)).astype(np.float64)
 
 
 def _overlap(start: int, patch: int, cell: int) -> tuple[slice, NDArray[np.float64]]:

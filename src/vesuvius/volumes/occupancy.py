@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
-from vesuvius.volumes.alignment import ONES, Alignment, log_alignment
+from vesuvius.volumes.alignment import Alignment, log_alignment
 from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -54,16 +54,15 @@ class ForegroundVoxels:
         if any(lo >= hi for lo, hi in zip(*ends, strict=True)):
             return 0
         rows = (self.alignment.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*ends, strict=True)))
-        # each voxel of the array, and to how many planes of the box it belongs
+        # each voxel of the array, and how many planes of the box it covers
         (z, nz), (y, ny), (x, nx) = (np.unique(row, return_counts=True) for row in rows)
-        first, last = int(x[0]), int(x[-1])
-        found = self.bits[z[:, None], y, first // 8 : last // 8 + 1]
-        if self.alignment.factors != ONES:
-            voxels = np.unpackbits(found, axis=-1)[..., x - first // 8 * 8]
-            return int(voxels @ nx.astype(np.float64) @ ny @ nz)
-        found[..., 0] &= 255 >> first % 8
-        found[..., -1] &= 255 << 7 - last % 8 & 255
-        return int(np.bitwise_count(found).sum(dtype=np.int64))
+        first = int(x[0]) // 8
+        found = self.bits[z[:, None], y, first : int(x[-1]) // 8 + 1]
+        planes, counts = np.bincount(x - 8 * first, nx), np.zeros(found.shape[1:], np.float32)
+        for n in np.unique(nx):
+            bits = np.bitwise_count(found & np.packbits(planes == n)).reshape(len(z), -1)
+            counts += n * (nz.astype(np.float32) @ bits.astype(np.float32)).reshape(counts.shape)  # exact below 2^24
+        return int(ny @ counts.sum(1, np.float64))
 
 
 @dataclass(frozen=True, eq=False)
