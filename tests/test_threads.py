@@ -116,3 +116,20 @@ def test_a_closed_pool_cancels_what_has_not_begun_and_a_dropped_one_finishes() -
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_pool_works_once_threads_can_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After as many failures as it has threads, too: a call without a thread would never end."""
+    pool, calls = Pool(2, "test"), list[int]()
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't start"):
+                pool.submit(calls.append, 1)
+    assert pool.submit(len, "abc").result(timeout=60) == 3
+    assert calls == [], "what was refused does not run later"
+    pool.close()

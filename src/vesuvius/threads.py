@@ -72,7 +72,9 @@ class Pool:
         """Begin without threads and calls."""
         self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._idle: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that waits for a call
-        self._starts = itertools.count()
+        self._unstarted: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that may yet start
+        for _ in range(self._size):
+            self._unstarted.put(None)
         self.threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -85,9 +87,15 @@ class Pool:
         try:
             self._idle.get_nowait()
         except Empty:
-            if next(self._starts) < self._size:
+            with suppress(Empty):
+                self._unstarted.get_nowait()
                 thread = threading.Thread(target=_serve, args=(self._calls, self._idle), name=self._name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._unstarted.put(None)
+                    future.cancel()
+                    raise
                 self.threads.append(thread)
         if self._closed:  # meanwhile
             future.cancel()
