@@ -79,6 +79,14 @@ PARTS = {
 }
 
 
+def test_a_prefix_that_hides_the_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 would read the parts in that folder, not those that were checked."""
+    source = virtual(tmp_path)
+    monkeypatch.setenv("HDF5_VDS_PREFIX", str(tmp_path / "other"))
+    with pytest.raises(DataError, match=r"HDF5_VDS_PREFIX hides its parts.*unset it"):
+        open_source(source)
+
+
 @pytest.mark.parametrize("case", PARTS)
 def test_a_virtual_dataset_is_complete_or_refused(tmp_path: Path, case: str) -> None:
     source = virtual(tmp_path)

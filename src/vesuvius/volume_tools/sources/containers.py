@@ -121,6 +121,10 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
         return
     seen.add((file, data.name))
     if data.is_virtual:
+        if os.environ.get("HDF5_VDS_PREFIX"):
+            raise refuse(
+                where, "HDF5_VDS_PREFIX hides its parts from this check", "unset it and put them beside the file"
+            )
         for part in data.virtual_sources():
             with _hdf5_file(_part_file(file, where, part.file_name)) as opened:
                 if (source := opened.get(part.dset_name)) is None:
