@@ -324,7 +324,7 @@ REFUSED = {
         "is not inside --condition",
     ),
     "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
-    "no volume": (("--inpaint", "no.zarr"), 6, "Cannot open no.zarr: it does not exist"),
+    "no volume": (("--inpaint", "no.zarr"), 6, "no.zarr: it does not exist"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "has no weights 'ema_0.7'"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds has no effect without --inpaint"),
     "a lonely mask": (
