@@ -39,7 +39,7 @@ from vesuvius.diffusion.estimate import Condition, generate, predict
 from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.generate import sampling
+from vesuvius.generate import common
 from vesuvius.generate.sample_zarr import to_grey_values
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.volume import open_volume
@@ -285,7 +285,7 @@ def test_a_sample_depends_on_seed_and_index_and_batches_start_at_multiples_of_th
         batches.append(list(arguments[4]))
         return generate(*arguments, **options)
 
-    monkeypatch.setattr(sampling, "generate", noting)
+    monkeypatch.setattr(common, "generate", noting)
     three, five = (drawn(tmp_path / str(count), "--count", count).voxels() for count in (3, 5))
     assert batches == [[0, 1], [2], [0, 1], [2, 3], [4]]
     np.testing.assert_array_equal(three[:2], five[:2])
@@ -456,7 +456,7 @@ def test_a_failure_names_the_remedy_and_leaves_nothing(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sampling, "generate", full)
+        patched.setattr(common, "generate", full)
         assert ends("--out", tmp_path / "out") == 3
     assert "lower --batch-size" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
