@@ -63,17 +63,14 @@ def split_volume(
     patch, size = patch_zyx[axis], sizes[axis]
     held_out = max(math.ceil(config.fraction * size), patch)
     gap = math.ceil(config.gap * patch)
-    train_stop = size - held_out - gap
-    if train_stop < patch:
+    if size - held_out - gap < patch:
         raise DataError(
             f"A training patch, the gap and the validation slab need {patch} + {gap} + {held_out} voxels along "
             f"{'zyx'[axis]}, but {name} has {size}; reduce data.patch_size or data.validation.gap, or set "
             "data.validation.fraction=0"
         )
-    return Split(
-        train=(box[0], _replace(box[1], axis, box[0][axis] + train_stop)),
-        validation=(_replace(box[0], axis, box[1][axis] - held_out), box[1]),
-    )
+    slab = Fraction(box[1][axis] - held_out), Fraction(box[1][axis])
+    return _around(slab, axis, box, Alignment(shape_zyx, shape_zyx), patch_zyx, config)
 
 
 def split_shared(
@@ -93,10 +90,7 @@ def split_shared(
     if len({(box, grid.factors, grid.offsets) for box, grid in zip(boxes, grids, strict=True)}) == 1:
         return [split_volume(names[0], grids[0].array_zyx, patch_zyx, config, boxes[0])] * len(boxes)
     spans = [
-        [
-            (offset + factor * lo, offset + factor * hi)
-            for lo, hi, offset, factor in zip(*box, grid.offsets, grid.factors, strict=True)
-        ]
+        [(o + f * lo, o + f * hi) for lo, hi, o, f in zip(*box, grid.offsets, grid.factors, strict=True)]
         for box, grid in zip(boxes, grids, strict=True)
     ]
     hull = [(min(lo for lo, _ in ends), max(hi for _, hi in ends)) for ends in zip(*spans, strict=True)]
@@ -105,9 +99,7 @@ def split_shared(
     for ends, axis, at_end in itertools.product((hull, *spans), axes, (True, False)):
         lo, hi = ends[axis]
         # a voxel more than the patch of another level, whose voxels may begin in between
-        patch = max(
-            patch_zyx[axis] * f if f == 1 else (patch_zyx[axis] + 1) * f for f in (g.factors[axis] for g in grids)
-        )
+        patch = max(g.factors[axis] * (patch_zyx[axis] + (g.factors[axis] != 1)) for g in grids)
         held_out = max(math.ceil(config.fraction * (hi - lo)), math.ceil(patch))
         slab = (hi - held_out, hi) if at_end else (lo, lo + held_out)
         splits = [_around(slab, axis, box, grid, patch_zyx, config) for box, grid in zip(boxes, grids, strict=True)]
