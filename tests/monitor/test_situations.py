@@ -223,7 +223,7 @@ SITUATIONS = [
     Situation(
         "4 GiB are left of 256 GiB, of which we use 2 GiB",
         lambda p: steady(bare(p, own=2 * GIB, total=256 * GIB, used=252 * GIB)),
-        *("CRITICAL, by others", "save"),
+        *("CRITICAL, by others", NOTHING),
     ),
     Situation(
         "a pod of 16 GiB of which we use 14.8 GiB",
@@ -248,7 +248,7 @@ SITUATIONS = [
     Situation(
         "a slice of 40 GiB that others fill, without a limit of our own",
         lambda p: steady(below_a_slice(p, own=3 * GIB, slice_used=38 * GIB)),
-        *("CRITICAL, by others", "save", "/batch.slice"),
+        *("CRITICAL, by others", NOTHING, "/batch.slice"),
     ),
     Situation(
         "eight ranks of 7.5 GiB fill a pod of 64 GiB: the memory of one rank would not help",
@@ -258,7 +258,7 @@ SITUATIONS = [
     Situation(
         "a rank of 7.5 GiB in a pod of 64 GiB that others fill",
         lambda p: steady(ranks(p, 8)),
-        *("CRITICAL, by others", "save"),
+        *("CRITICAL, by others", NOTHING),
     ),
     Situation(
         "cgroups version 1 with a limit above the container: 7.5 of 8 GiB",
@@ -278,7 +278,7 @@ SITUATIONS = [
     Situation(
         "another program grows 496 MB/s next to a steady run of 1.4 GiB",
         lambda p: watched(with_others(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
-        *("CRITICAL, by others", "save", "growing 496 MB/s"),
+        *("CRITICAL, by others", NOTHING, "growing 496 MB/s"),
     ),
     Situation(
         "9 GiB pinned, 6 GiB of object store and 3 GiB private, of `ram_limit_gib: 20`",

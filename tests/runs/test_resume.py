@@ -181,7 +181,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
     for more in ([], ["--dry-run"]):
         assert vesuvius_train(config, "--resume", "training.max_steps=3", *more) == 6
         (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
-        assert "All checkpoints in runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore" in error
+        assert (
+            f"All checkpoints in {Path.cwd()}/runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore"
+            in error
+        )
         assert files_below(Path("runs")) == before
     Path("runs/tiny/checkpoints").rename("damaged")
     assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0, "as the message says"
@@ -296,7 +299,13 @@ def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_netwo
     assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
     first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
     # After the checks, as if the other run pruned it during the start.
-    monkeypatch.setattr(run, "_check_kernels", lambda *_: shutil.rmtree("runs/first/checkpoints", ignore_errors=True))
+    check = run._check_kernels
+
+    def prune_and_check(*arguments: Any) -> Any:
+        shutil.rmtree("runs/first/checkpoints", ignore_errors=True)
+        return check(*arguments)
+
+    monkeypatch.setattr(run, "_check_kernels", prune_and_check)
     assert vesuvius_train(config, "training.max_steps=1") == 0
     assert f"starting from the weights of {Path.cwd()}/runs/first/checkpoints/step_00000002" in capsys.readouterr().out
     second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])

@@ -61,7 +61,7 @@ def study(run: Path, shape_zyx: Triple, folder: Path) -> None:
     """
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, scales = info.config.data, info.config.data.volumes[0], intensity_scales(info.data.greys.volumes[:1])
-    box = held_out_box(data, shape_zyx)
+    box = held_out_box(info, shape_zyx)
     given = InputConfig(condition=spec.condition, box=box if spec.condition else None)
     shape = None if spec.condition else shape_zyx
 

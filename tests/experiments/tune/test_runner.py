@@ -212,5 +212,5 @@ def test_an_invalid_setting_is_reported_with_its_cause(config: Config, trials: P
         (trials / "000").symlink_to("/proc/no-such-place")
         unwritable = lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
         assert unwritable.ended == "failed"
-        assert "Cannot write the run directory" in unwritable.cause
+        assert "is a link to /proc/no-such-place, which does not exist" in unwritable.cause
         assert no_process_of(trials)

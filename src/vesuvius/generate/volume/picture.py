@@ -18,7 +18,7 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import read_checkpoint_info
+from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
 from vesuvius.training.validation.pictures import (
     MontageCell,
     Scale,
@@ -30,7 +30,7 @@ from vesuvius.training.validation.pictures import (
 )
 from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.partial import partial_path
-from vesuvius.volumes.box import box_along, box_at, shape_of, slices, times, triple
+from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
@@ -88,6 +88,14 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, Scal
     return joined_slices(across_z, across_y, across_x, scale), scale
 
 
+def held_out_box(info: CheckpointInfo, most_zyx: Triple) -> Box:
+    """The middle of the held-out part of a run's first volume, at most of this size."""
+    held_out = info.data.volumes[0].validation
+    assert held_out is not None
+    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
+    return box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
+
+
 def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
     """Generate a volume from the labels in the middle of the held-out part, and draw it next to the real voxels.
 
@@ -97,10 +105,7 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     info = read_checkpoint_info(find_checkpoint(run))
     data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]
     assert spec.condition is not None
-    held_out = info.data.volumes[0].validation
-    assert held_out is not None
-    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
-    box = box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
+    box = held_out_box(info, most_zyx)
     given = InputConfig(condition=spec.condition, box=box)
     generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
     whole, found = ((0, 0, 0), shape_of(box)), []
