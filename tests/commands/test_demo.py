@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from tests.commands.test_wheel import TINY
 from vesuvius.commands import demo, train
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
+from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.run_dir import RunDir
 
 QUICK = (
@@ -53,6 +57,26 @@ def test_a_second_demo_replaces_the_first_but_no_folders_of_other_commands(here:
     assert (here / "reports/mine.html").exists()
     assert (here / "env.json").stat().st_ino != before
     assert (here / "metrics.jsonl").read_text().count('"run_start"') == 1
+
+
+def test_a_demo_replaces_what_a_killed_one_left(here: Path) -> None:
+    """Also if it was killed within a write, after a rotation of its records, or while it replaced another."""
+    if not (child := os.fork()):
+        os.fsync = lambda descriptor: os._exit(9)
+        write_atomically(here / "session.json", b"{}")
+    os.waitpid(child, 0)
+    for _ in range(3):
+        recent = RecentFile(here / "recent.jsonl", kept=1)
+        recent.write(MemorySample(time.time(), 1, 0, 0, 0))
+        recent.close()
+    if not (child := os.fork()):
+        shutil.rmtree = lambda path: os._exit(9)  # type: ignore[assignment]
+        RunDir(here).clear()
+    os.waitpid(child, 0)
+    left = {path.name for path in here.iterdir()}
+    assert "config.source.yaml" in left
+    assert demo.main([*QUICK]) == EXIT_OK
+    assert not [name for name in os.listdir(here) if "before" in name or name.endswith(".tmp")]
 
 
 def _trained_by_hand(run: Path) -> None:

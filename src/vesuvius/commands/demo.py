@@ -12,7 +12,7 @@ from vesuvius.commands.cli import Parser, as_command, say
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK, ConfigError
 from vesuvius.runlog.progress import Progress
-from vesuvius.runlog.run_dir import RunDir, run_dir
+from vesuvius.runlog.run_dir import SOURCE, RunDir, run_dir
 
 VOLUME = Path("volumes/demo.zarr")
 NAME = "demo"
@@ -70,7 +70,7 @@ def _refuse_others(run: RunDir) -> None:
         return
     try:
         is_linked = any(path.is_symlink() for path in (run.path, *run.path.iterdir()))
-        is_own = not is_linked and not run.others() and (run.path / "config.source.yaml").read_bytes().startswith(_MARK)
+        is_own = not is_linked and not run.others() and (run.path / SOURCE).read_bytes().startswith(_MARK)
     except OSError:
         is_own = False
     if not is_own:

@@ -77,16 +77,18 @@ def _commit() -> str | None:
 
 log = logging.getLogger(__name__)
 
+SOURCE = "config.source.yaml"
 TUNE, BENCHES = "tune", "benches"
 _OTHER_COMMANDS = (TUNE, BENCHES, "profiles", "reports")
 """Written by other commands, also before the run has begun."""
 
 _OF_A_START = (
-    *("config.source.yaml", "config.resolved.yaml", "env.json", "split.json", "metrics.jsonl", "system.jsonl"),
-    *("recent.jsonl", "session.json", "post_mortem.jsonl", "quarantine.jsonl"),
+    *(SOURCE, "config.resolved.yaml", "env.json", "split.json", "metrics.jsonl", "system.jsonl"),
+    *("recent.jsonl", "recent.before.jsonl", "session.json", "post_mortem.jsonl", "quarantine.jsonl"),
     *("logs", "reading", "checkpoints", "samples", "stacks", "tb", "ranks"),
 )
-"""Written by a session before its first step."""
+"""Written by a session."""
+_TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp")  # of `write_atomically`, left behind by a kill
 _POLL_S = 0.2
 
 
@@ -144,11 +146,15 @@ class RunDir:
         """Names in the directory that no vesuvius command writes there.  Raises OSError."""
         names = {entry.name for entry in self.path.iterdir()}
         began = LOCK in names or is_run(self.path)  # otherwise even `logs` is somebody else's
-        return names - {*_OTHER_COMMANDS, LOCK, *(_OF_A_START if began else ())}
+        own = {*_OTHER_COMMANDS, LOCK, *(_OF_A_START if began else ())}
+        return {name for name in names if _written_as(name) not in own}
 
     def clear(self) -> None:
-        """Remove files of a failed start, whose records would be taken for the new run's."""
-        for path in map(self.path.joinpath, _OF_A_START):
+        """Remove files of an earlier session, whose records would be taken for the new run's."""
+        # The config is last: after a kill, the rest is still known as an earlier session's.
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name == SOURCE):
+            if _written_as(path.name) not in _OF_A_START:
+                continue
             if path.is_symlink():  # a folder moved to another disk
                 continue
             if path.is_dir():
@@ -238,10 +244,15 @@ class RunDir:
         """Write the config, environment and split of this session.  Raises StorageError."""
         with self.writing():
             self.make_folders()
-            write_atomically(self.path / "config.source.yaml", read_source(source))  # possibly this very file
+            write_atomically(self.path / SOURCE, read_source(source))  # possibly this very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
             for name, content in (("env.json", describe_environment()), ("split.json", split)):
                 (self.path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _written_as(name: str) -> str:
+    """The name under which a temporary file would have been kept."""
+    return temporary[1] if (temporary := _TEMPORARY.fullmatch(name)) else name
 
 
 def run_dir(config: Config) -> RunDir:
