@@ -17,8 +17,8 @@ from tests.volumes.test_alignment import volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import parse_damaged_box
-from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.validation.fixed_patches import read_fixed_patches
 from vesuvius.volumes.alignment import Alignment
 from vesuvius.volumes.box import box_at, intersects, slices
 

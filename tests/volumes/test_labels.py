@@ -14,8 +14,8 @@ from tests.stream.test_stream import open_stream
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.validation.fixed_patches import read_fixed_patches
 from vesuvius.volumes.voxels import check_labels
 
 BOX = ((0, 0, 0), (2, 2, 2))

@@ -38,10 +38,10 @@ from vesuvius.loader.device import DeviceFeed
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData, prepare_data
 from vesuvius.training.step.setup import build_network, choose_device, parameter_count
 from vesuvius.training.step.step import TrainStep, learning_rate
+from vesuvius.training.validation.fixed_patches import read_fixed_patches
 
 _WIDTHS = range(4, 257, 4)
 _TURN_STEPS = 5

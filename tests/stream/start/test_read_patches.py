@@ -13,8 +13,8 @@ from tests.conftest import textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.runlog import progress
-from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.validation.fixed_patches import read_fixed_patches
 
 SHAPE = (128, 128, 128)
 

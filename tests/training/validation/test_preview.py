@@ -18,9 +18,9 @@ from vesuvius.config import Config
 from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.validation.fixed_patches import FixedPatches
 from vesuvius.training.validation.pictures import GAP, LINE, make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
 from vesuvius.training.validation.validation import Reference

@@ -11,9 +11,9 @@ import torch
 from tests.conftest import textured, write_array
 from tests.training.step.test_conditioning import make_config, write_group
 from vesuvius.config import Config
-from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.training.validation.validation import Reference
 
 CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
 from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.validation.fixed_patches import FixedPatches
 from vesuvius.training.validation.validation import (
     HEADLINE,
     Losses,

@@ -27,8 +27,8 @@ from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import Split
 from vesuvius.plan.plan import augmentation_of
-from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
+from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.volume_tools.partial import finished_record
 from vesuvius.volumes.box import box_along, box_at, intersection, shape_of, slices, triple
 

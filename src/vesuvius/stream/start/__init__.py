@@ -1,1 +1,1 @@
-"""Before the first batch.  In: a config.  Out: open volumes, the plan, the fixed patches of validation."""
+"""Before the first batch.  In: a config.  Out: open volumes and the plan."""

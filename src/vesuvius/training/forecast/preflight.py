@@ -20,7 +20,6 @@ from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
-from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.initial import check_initial_weights, compare_initial, read_initial_weights
@@ -28,6 +27,7 @@ from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
 from vesuvius.training.step.optimizer import num_saved_copies
 from vesuvius.training.step.setup import build_meta_network, parameter_count
+from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.training.validation.pictures import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache

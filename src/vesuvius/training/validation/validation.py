@@ -25,10 +25,10 @@ from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, 
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.loader.intensity import intensity_scales, normalised, to_device
-from vesuvius.stream.start.fixed_patches import FixedPatches, read_training_patches
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.validation.fixed_patches import FixedPatches, read_training_patches
 
 HEADLINE = "ema"
 """Set of weights for the headline figure: the one used for sampling."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
 
 SHAPE = (96, 128, 128)
 PATCH = (8, 16, 16)
