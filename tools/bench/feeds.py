@@ -1,7 +1,5 @@
 """Other loaders of random patches behind a torch DataLoader, and the measurement of any loader (`loaders.py`).
 
-Needs only torch, numpy, zarr and numcodecs, so that `peers.py` can use it where vesuvius is not installed.
-
 A measurement starts a loader, waits for its first batch, warms up, then counts the whole batches of a window.
 Prefetched batches are not throughput: the warm-up fills every buffer twice, and a window begins and ends after whole
 rounds (a batch or a task of each worker), so that the buffers are equally full at both ends.  The consumer copies

@@ -5,8 +5,12 @@
 The baseline is zarr-python behind a torch DataLoader; zarrs and tensorstore are measured if they are installed.  They
 read random patches of the first volume (on disk, http(s), s3 or gs), vesuvius reads as the config says.  A loader is
 read as fast as it delivers, without a training step, after its buffers have been used up twice (`feeds.py`).  The data
-wait is that of a consumer that takes two thirds of what vesuvius delivers.  `peers.py` has zarrdataset and MONAI, and
-documents the interface of a peer.  Every other round is in reverse order, so that drift of the machine cancels.
+wait is that of a consumer that takes two thirds of what vesuvius delivers.  Every other round is in reverse order, so
+that drift of the machine cancels.
+
+A peer is any command: it receives --volume, --level, --patch, --batch, --workers, --seconds and --result, the file into
+which it writes JSON with `samples_s`, and `start_s` and optional others.  `tools/bench/peers.py` of commit 2dbf4e9b has
+grain, SPDL, MONAI and others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory plan of a run for dry run, doctor, init and tune, and the advice after the GPU ran out of memory.
 
 GPU memory comes from tracing a step (`memory_plan.py`); host memory is that of readers, object store, Ray and trainer,
-computed from the config and the base memory of empty processes (`tools/bench/ram_plan.py` compares it with real runs).
+computed from the config and the base memory of empty processes.
 """
 
 from __future__ import annotations
