@@ -108,7 +108,7 @@ def test_an_exit_order_is_passed_on_at_once_and_only_once(tmp_path: Path, caplog
         assert monitor.order == orders[0]
         assert monitor.risk.level == Level.CRITICAL
         assert monitor.memory_is_short()
-    assert [order.rung for order in orders] == ["exit"]
+    assert [order.action for order in orders] == ["exit"]
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1, warnings
     assert "out of memory" in warnings[0]

@@ -58,7 +58,7 @@ def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found
         risk = watch.add(each)
         order = guard.judge(each.time, risk, LoopStatus(step_s=1.0, can_shrink=True, readers={11: GIB}))
     blamed = ", by others" if risk.is_of_others(limits) else ""
-    return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
+    return Found(risk.level.name + blamed, order.action if order else NOTHING, risk.reason)
 
 
 def steady(_built: Roots, limits: MemoryPolicy = LIMITS) -> Found:

@@ -17,10 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import REPOSITORY
 from tests.support import recorded_runs
-from vesuvius.monitor.memory.guard import Rung
+from vesuvius.monitor.memory.guard import Action
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.verdict import Kind
-from vesuvius.runlog.prometheus import _BOUNDS, _RISKS, _RUNGS, COUNTED, LATEST, Exporter, label_of
+from vesuvius.runlog.prometheus import _ACTIONS, _BOUNDS, _RISKS, COUNTED, LATEST, Exporter, label_of
 
 DOCS = REPOSITORY / "docs" / "prometheus"
 STEP = recorded_runs.step(7, time=1_700_000_000.0, samples_total=56, loss=0.25, grad_norm=1.5, eta_s=186.0, mfu=0.4)
@@ -105,8 +105,8 @@ def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> N
     with Exporter(0, "exp") as exporter:
         before = fetched(exporter.port)
         assert set(before.values()) == {0}, "counters exist before the first event, or rate() misses it"
-        for rung in ("restart", "restart", "exit"):
-            exporter.take({"kind": "event", "event": "guard", "rung": rung})
+        for action in ("restart", "restart", "exit"):
+            exporter.take({"kind": "event", "event": "guard", "action": action})
         for event in ("nonfinite", "quarantine", "quarantine", "reader_died", "save_failed", "hung"):
             exporter.take({"kind": "event", "event": event})
         for bound in ("data-bound", "data-bound", "hung", "never heard of"):
@@ -126,7 +126,7 @@ def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> N
 
 def test_labels_are_those_of_guard_and_verdict_and_name_no_process() -> None:
     """Otherwise each replaced reader would add a time series."""
-    assert get_args(Rung) == _RUNGS
+    assert get_args(Action) == _ACTIONS
     assert (*get_args(Kind), "hung") == _BOUNDS
     assert {level.name: level.value for level in Level} == _RISKS
     assert set(LABELS.values()) == {"", "weights", "part", "action", "bound", "gpu"}

@@ -112,7 +112,7 @@ def alarms() -> list[str]:
 def acts() -> list[str]:
     """Orders of the guard, in sequence."""
     records = read_records(RUN / "metrics.jsonl")
-    return [one["rung"] for one in records if one["kind"] == "event" and one["event"] == "guard"]
+    return [one["action"] for one in records if one["kind"] == "event" and one["event"] == "guard"]
 
 
 def goes_on() -> bool:

@@ -166,7 +166,7 @@ def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
         run.step(Order("shrink", "close to running out of memory"))
         assert run.feed.changes == [changes]
         assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["workers"])
-        assert [(event["rung"], event["step"]) for event in run.events] == [("shrink", 10)]
+        assert [(event["action"], event["step"]) for event in run.events] == [("shrink", 10)]
         assert not run.stop.is_requested()
 
 
@@ -190,7 +190,7 @@ def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> N
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = run.guard.record_exit("the machine")[1]
     assert "training.workers=1 and training.prefetch_factor=1 are already minimal" in remedy
-    assert [event["rung"] for event in run.events] == ["restart", "exit"]
+    assert [event["action"] for event in run.events] == ["restart", "exit"]
 
 
 def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., Loop]) -> None:
@@ -202,7 +202,7 @@ def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., 
     assert run.monitor.loop_status.can_drop
     assert not run.step(Order("drop", "close to running out of memory"))
     assert run.feed.changes == [{"workers": 3, "resident": False}]
-    assert [(event["rung"], event["resident"]) for event in run.events] == [("drop", False)]
+    assert [(event["action"], event["resident"]) for event in run.events] == [("drop", False)]
     assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"

@@ -215,7 +215,7 @@ class Monitor:
             self._writer.submit(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
             self._writer.submit(partial(log.info, "memory risk is back to %s", risk.level.name))
-        if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
+        if order is not None and order.action == "exit" and (ordered is None or ordered.action != "exit"):
             self._on_exit(order)
 
     def _warn_blind(self) -> None:

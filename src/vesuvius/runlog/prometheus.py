@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
 _RISKS = {"LOW": 0, "WARN": 1, "CRITICAL": 2}
-_RUNGS = ("drop", "restart", "shrink", "exit")
+_ACTIONS = ("drop", "restart", "shrink", "exit")
 _BOUNDS = ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung")
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0)
 LATEST = {
@@ -65,7 +65,7 @@ COUNTED = {
     "quarantined_boxes_total": ("event", ("quarantine",), "damaged regions put in quarantine"),
     "reader_deaths_total": ("event", ("reader_died",), "readers that died and were replaced"),
     "hangs_total": ("event", ("hung",), "number of times the watchdog reported the run as hung"),
-    "guard_actions_total": ("action", _RUNGS, "actions of the memory guard"),
+    "guard_actions_total": ("action", _ACTIONS, "actions of the memory guard"),
     "verdicts_total": ("bound", _BOUNDS, "verdicts by bottleneck"),
 }
 """By name: what is counted, its values, and the meaning.  Several values become a label."""
@@ -132,7 +132,7 @@ class Exporter:
             case "event":
                 self._count("event", {event: 1.0})
                 if event == "guard":
-                    self._count("action", {record.get("rung"): 1.0})
+                    self._count("action", {record.get("action"): 1.0})
 
     def _count(self, what: str, amounts: Mapping[str | None, float | None]) -> None:
         for name, (counted, values, _) in COUNTED.items():

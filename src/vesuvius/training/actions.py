@@ -16,7 +16,7 @@ from typing import Any
 
 from vesuvius.errors import EXIT_GUARD, ConfigError
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.memory.guard import LoopStatus, Order, Rung
+from vesuvius.monitor.memory.guard import Action, LoopStatus, Order
 from vesuvius.monitor.memory.limits import CONFIGURED_NAME, left_bytes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
@@ -53,7 +53,7 @@ class GuardActions:
         order, self._options = monitor.order, feed.stream.options
         self._kept = self._kept or feed.stream.has_resident
         self._readers_again = feed.stream.num_readers_without_resident
-        if order is not None and order.rung != "exit":
+        if order is not None and order.action != "exit":
             self._reopen(order, feed)
             monitor.carried_out()
         stream, workers, smaller = feed.stream, self._options.workers, self._smaller()
@@ -88,23 +88,25 @@ class GuardActions:
         return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
-        options = self._smaller() if order.rung == "shrink" else self._options
+        options = self._smaller() if order.action == "shrink" else self._options
         changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
         text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
-        if order.rung == "restart":
+        if order.action == "restart":
             text = "restarting leaking readers"
-        if order.rung == "drop":
+        if order.action == "drop":
             changes = {"workers": self._readers_again, "resident": False}
             text = "dropping the volumes kept in memory; they are read again (data.resident=0)"
         log.warning("memory guard: %s: %s", text, order.reason)
-        self._record(order.rung, order.reason, **changes)
+        self._record(order.action, order.reason, **changes)
         began = time.monotonic()
         feed.stream.reconfigure(**changes)
         self._options = feed.stream.options
         log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
 
-    def _record(self, rung: Rung, reason: str, **changes: Any) -> None:
-        self._run.metrics.write("event", event="guard", step=self._run.progress.step, text=reason, rung=rung, **changes)
+    def _record(self, action: Action, reason: str, **changes: Any) -> None:
+        self._run.metrics.write(
+            "event", event="guard", step=self._run.progress.step, text=reason, action=action, **changes
+        )
 
 
 class Autotuner:

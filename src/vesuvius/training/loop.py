@@ -35,7 +35,7 @@ from vesuvius.training.request import RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.stop import StoppedError
-from vesuvius.training.validation.validation import Reference
+from vesuvius.training.validation.validation import ValidationPatches
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class TrainingLoop:
         self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes)
         self.batches = TrainingFeed(self.feed, conditioner)
         fixed = checked.fixed
-        reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
+        reference = None if fixed is None else ValidationPatches(fixed, facts.greys, conditioner, run.device)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
@@ -197,7 +197,7 @@ class TrainingLoop:
             pending: Iterable[tuple[TrainingBatch, NDArray[np.int64]]] = [(batch, t)]
             while not self._accumulate(pending, last=len(delivered) == share.accumulate_steps):
                 pending = ((self.batches.to_device(stored), t) for stored, t in delivered)
-        batches = [(stored.rows(of), t[of]) for stored, t in delivered for of in self._pieces(t)]
+        batches = [(stored.rows(micro), t[micro]) for stored, t in delivered for micro in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
         reporter.add_launched(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
@@ -232,11 +232,13 @@ class TrainingLoop:
         late = can_halve and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
         try:
             for batch, t in batches:
-                for of in self._pieces(t):
+                for micro in self._pieces(t):
                     if alone and run.stop.is_overdue():
                         raise StoppedError
-                    piece, exchanges = batch.rows(of), last and of.stop >= len(t) and not late
-                    self.train_step.accumulate(piece.x_0, piece.indices, t[of], piece.condition, exchanges, piece.eps)
+                    piece, exchanges = batch.rows(micro), last and micro.stop >= len(t) and not late
+                    self.train_step.accumulate(
+                        piece.x_0, piece.indices, t[micro], piece.condition, exchanges, piece.eps
+                    )
                     if alone and run.device.type == "cuda":
                         self._limit_queue()
             return True

@@ -17,7 +17,7 @@ from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.pictures import make_preview
-from vesuvius.training.validation.validation import Reference, validate
+from vesuvius.training.validation.validation import ValidationPatches, validate
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class PeriodicTasks:
     """Validates on all ranks together, and on rank 0 makes previews and saves.  `reference` is for the first two."""
 
     def __init__(
-        self, run: RunContext, train_step: TrainStep, reference: Reference | None, writer: CheckpointWriter
+        self, run: RunContext, train_step: TrainStep, reference: ValidationPatches | None, writer: CheckpointWriter
     ) -> None:
         self._run = run
         self._progress = run.progress
@@ -57,7 +57,7 @@ class PeriodicTasks:
         if improved or self._save_due():
             self.save()
 
-    def rehearse(self) -> None:
+    def run_all_now(self) -> None:
         """Validate and save regardless of the schedule, so that memory reaches its peak.  Raises StorageError."""
         if self._reference is not None and self._reference.held_out and self._run.ranks.is_main:
             self._validate()

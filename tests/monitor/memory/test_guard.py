@@ -63,10 +63,10 @@ class Machine:
             if t >= next_step_s:
                 next_step_s += self.step_s
                 if order is not None:
-                    if order.rung == "exit":
+                    if order.action == "exit":
                         self.exited_s = t
                         return self
-                    if order.rung == "shrink":
+                    if order.action == "shrink":
                         self.prefetch, self.workers = max(self.prefetch // 2, 1), max(self.workers - 1, 1)
                     opened_s = t
                     watch.restart()
@@ -74,8 +74,8 @@ class Machine:
         return self
 
     @property
-    def rungs(self) -> list[str]:
-        return [order.rung for _, order in self.orders]
+    def actions(self) -> list[str]:
+        return [order.action for _, order in self.orders]
 
 
 def _leak(rate: float, begin_s: float = 300.0):
@@ -99,7 +99,7 @@ def test_leaking_readers_are_restarted(rate: float, step_s: float):
     machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
     assert machine.killed_s is None
     assert machine.exited_s is None
-    assert set(machine.rungs) == {"restart"}, "as many readers and batches ahead as before"
+    assert set(machine.actions) == {"restart"}, "as many readers and batches ahead as before"
 
 
 def test_the_last_leaking_reader_is_restarted_too():
@@ -107,7 +107,7 @@ def test_the_last_leaking_reader_is_restarted_too():
     machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(1000)
     assert machine.killed_s is None
     assert machine.exited_s is None
-    assert set(machine.rungs) == {"restart"}
+    assert set(machine.actions) == {"restart"}
 
 
 def test_readers_that_leak_too_fast_lead_to_an_exit():
@@ -121,14 +121,14 @@ def test_readers_that_leak_too_fast_lead_to_an_exit():
 def test_a_leaking_trainer_exits_a_step_before_the_kill(rate: float, step_s: float):
     machine = Machine(step_s=step_s, trainer=lambda t: 4 * GIB + _leak(rate)(t)).run(20_000)
     assert machine.killed_s is None
-    assert machine.rungs[-1] == "exit"
+    assert machine.actions[-1] == "exit"
     left = RAY_GIB * GIB - 2 * GIB - machine.trainer(machine.exited_s) - machine.workers * GIB
     assert left > 0
 
 
 def test_readers_are_reduced_once_before_the_exit_if_there_is_time():
     machine = Machine(trainer=lambda t: 4 * GIB + _leak(6 * MB)(t)).run(20_000)
-    assert machine.rungs == ["shrink", "exit"]
+    assert machine.actions == ["shrink", "exit"]
     assert (machine.prefetch, machine.workers) == (4, 3)
 
 
@@ -144,34 +144,34 @@ def test_growth_of_other_programs_leads_to_no_order(rate: float, step_s: float, 
         trainer=lambda t: own + 50 * MB * (t % 40) / 40,
         reader=lambda age: 0.2 * GIB,
     ).run(25_000)
-    assert machine.rungs == []
+    assert machine.actions == []
     assert machine.killed_s is not None, "by others; the run could not have prevented it"
 
 
 def test_growth_is_attributed_to_the_run_or_to_other_programs():
     """20 MB/s of theirs and a tenth of that of ours counts as theirs; equal growth counts as ours."""
     theirs = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(2 * MB)(t))
-    assert theirs.run(3000).rungs == []
+    assert theirs.run(3000).actions == []
     both = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(20 * MB)(t))
-    assert both.run(3000).rungs[-1] == "exit"
+    assert both.run(3000).actions[-1] == "exit"
     assert both.killed_s is None
 
 
 def test_constant_memory_of_other_programs_counts_only_if_it_was_there_from_the_start():
-    assert Machine(others=lambda t: 11.5 * GIB if t > 400 else 2 * GIB).run(1200).rungs == []
-    assert Machine(others=lambda t: 12 * GIB).run(1200).rungs[0] == "shrink"
+    assert Machine(others=lambda t: 11.5 * GIB if t > 400 else 2 * GIB).run(1200).actions == []
+    assert Machine(others=lambda t: 12 * GIB).run(1200).actions[0] == "shrink"
 
 
 def test_an_order_is_withdrawn_if_a_burst_passes_within_the_step():
     """5 s at 86 %, which end long before the step of 40 s: the order is withdrawn."""
     machine = Machine(step_s=40.0, trainer=lambda t: (12 if 405 <= t < 410 else 4) * GIB + 2 * GIB).run(1200)
-    assert machine.rungs == ["shrink"]
+    assert machine.actions == ["shrink"]
     assert (machine.prefetch, machine.workers, machine.exited_s) == (8, 4, None)
 
 
 def test_a_short_peak_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
     machine = Machine(trainer=lambda t: (15.3 if 405 <= t < 407 else 4) * GIB).run(600)
-    assert machine.rungs == ["shrink"]
+    assert machine.actions == ["shrink"]
     assert machine.exited_s is None
 
 
@@ -199,7 +199,7 @@ def test_the_exit_comes_a_step_before_exhaustion_if_the_leak_lasts_long_enough()
             continue
         assert machine.killed_s is None
         ordered_s, order = machine.orders[-1]
-        assert order.rung == "exit"
+        assert order.action == "exit"
         held = machine.workers * 2 * GIB + machine.prefetch * machine.batch_bytes
         assert (RAY_GIB * GIB - machine.trainer(ordered_s) - held) / rate > step_s, "left at the exit"
         tried += 1
@@ -219,13 +219,13 @@ def _risk(share: float, left_s: float | None = None, level: Level = Level.WARN, 
 STEADY = LoopStatus(step_s=3.0, can_shrink=True)
 
 
-def _rung(guard: Guard, time_s: float, risk: Risk, **loop):
+def _action(guard: Guard, time_s: float, risk: Risk, **loop):
     order = guard.judge(time_s, risk, replace(STEADY, **loop))
-    return order and order.rung
+    return order and order.action
 
 
 @pytest.mark.parametrize(
-    ("risk", "can_shrink", "rung"),
+    ("risk", "can_shrink", "action"),
     [
         (_risk(0.99, 1.0, Level.LOW), True, None),
         (_risk(0.835), True, None),
@@ -238,26 +238,26 @@ def _rung(guard: Guard, time_s: float, risk: Risk, **loop):
         (_risk(0.6, left_s=10.0, firm=False), True, None),
     ],
 )
-def test_the_order_for_each_risk(risk: Risk, can_shrink: bool, rung: str | None):
-    assert _rung(Guard(LIMITS), 0, risk, can_shrink=can_shrink) == rung
+def test_the_order_for_each_risk(risk: Risk, can_shrink: bool, action: str | None):
+    assert _action(Guard(LIMITS), 0, risk, can_shrink=can_shrink) == action
 
 
 def test_volumes_in_memory_are_dropped_before_readers_are_changed():
     guard, full = Guard(LIMITS), _risk(0.855)
-    assert _rung(guard, 0, _risk(0.835), can_drop=True) is None
-    assert _rung(guard, 1, full, can_drop=True) == "drop"
-    assert _rung(guard, 2, _risk(0.6, 45.0), readers={7: 1}, can_drop=True) == "drop", "until it was carried out"
+    assert _action(guard, 0, _risk(0.835), can_drop=True) is None
+    assert _action(guard, 1, full, can_drop=True) == "drop"
+    assert _action(guard, 2, _risk(0.6, 45.0), readers={7: 1}, can_drop=True) == "drop", "until it was carried out"
     guard.carried_out(3)
-    assert [_rung(guard, s, full) for s in (4, 14)] == [None, "shrink"]
+    assert [_action(guard, s, full) for s in (4, 14)] == [None, "shrink"]
     guard.carried_out(15)
-    assert [_rung(guard, s, full) for s in (16, 30)] == [None, None], "once"
+    assert [_action(guard, s, full) for s in (16, 30)] == [None, None], "once"
 
 
 def test_leaking_readers_are_restarted_as_often_as_needed_while_there_is_time():
     guard = Guard(LIMITS)
-    assert [_rung(guard, 0, _risk(0.6, left), readers={7: 1}) for left in (60.0, 45.0)] == [None, "restart"]
+    assert [_action(guard, 0, _risk(0.6, left), readers={7: 1}) for left in (60.0, 45.0)] == [None, "restart"]
     guard.carried_out(1)
-    assert [_rung(guard, s, _risk(0.6, 45.0), readers={7: 1}) for s in (2, 10, 11)] == [None, None, "restart"]
+    assert [_action(guard, s, _risk(0.6, 45.0), readers={7: 1}) for s in (2, 10, 11)] == [None, None, "restart"]
 
 
 def test_an_order_is_repeated_until_carried_out():
@@ -267,14 +267,18 @@ def test_an_order_is_repeated_until_carried_out():
     assert first == Order("shrink", "at 86%")
     assert guard.judge(5, _risk(0.82), STEADY) is first
     guard.carried_out(6)
-    assert [_rung(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
-    assert [_rung(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
+    assert [_action(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
+    assert [_action(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
 
 
 def test_an_exit_replaces_a_pending_order_and_is_final():
     guard = Guard(LIMITS)
-    rungs = [_rung(guard, 0, _risk(0.86)), _rung(guard, 3, _risk(0.86, left_s=10.0)), _rung(guard, 4, _risk(0.81))]
-    assert rungs == ["shrink", "exit", "exit"]
+    actions = [
+        _action(guard, 0, _risk(0.86)),
+        _action(guard, 3, _risk(0.86, left_s=10.0)),
+        _action(guard, 4, _risk(0.81)),
+    ]
+    assert actions == ["shrink", "exit", "exit"]
 
 
 def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
@@ -289,4 +293,4 @@ def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
     assert guard.judge(0.0, at(0.95), LoopStatus(step_s=1.0)) is None, "5 of the last 8 % are left: it may pass"
     order = guard.judge(1.0, at(0.965), LoopStatus(step_s=1.0))
     assert order is not None
-    assert order.rung == "exit"
+    assert order.action == "exit"

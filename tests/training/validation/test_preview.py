@@ -23,7 +23,7 @@ from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches
 from vesuvius.training.validation.pictures import GAP, LINE, make_preview
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
-from vesuvius.training.validation.validation import Reference
+from vesuvius.training.validation.validation import ValidationPatches
 
 SHAPE = (8, 16, 16)
 SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
@@ -39,12 +39,12 @@ def config(steps: int = 3) -> Config:
     return Config.model_validate({"name": "tiny", **sections})
 
 
-def reference(patches: int = 3, held_out: bool = True) -> Reference:
+def reference(patches: int = 3, held_out: bool = True) -> ValidationPatches:
     """Its condition is the patch itself."""
     stored = np.random.default_rng(0).integers(0, 256, (patches, *SHAPE)).astype(np.uint8)
     fixed = FixedPatches(held_out, (0,) * patches, ((0, 0, 0),) * patches, stored, stored)
     conditioner = Conditioner(None, GREYS, CPU)
-    return Reference(fixed, IntensityRanges(GREYS, GREYS), conditioner, CPU)
+    return ValidationPatches(fixed, IntensityRanges(GREYS, GREYS), conditioner, CPU)
 
 
 def smooth(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:

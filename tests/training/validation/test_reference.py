@@ -14,7 +14,7 @@ from vesuvius.config import Config
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
-from vesuvius.training.validation.validation import Reference
+from vesuvius.training.validation.validation import ValidationPatches
 
 CPU = torch.device("cpu")
 SHAPE = (96, 128, 128)
@@ -31,12 +31,12 @@ def two_scans(folder: Path) -> Config:
     return make_config(volumes)
 
 
-def open_reference(config: Config, count: int) -> tuple[FixedPatches, Reference]:
+def open_reference(config: Config, count: int) -> tuple[FixedPatches, ValidationPatches]:
     data = prepare_data(config.seed, config.data)
     greys = data.intensity_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
     conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
-    return fixed, Reference(fixed, greys, conditioner, CPU)
+    return fixed, ValidationPatches(fixed, greys, conditioner, CPU)
 
 
 def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches
 from vesuvius.training.validation.validation import (
-    HEADLINE,
+    BEST_BY_WEIGHTS,
     Losses,
-    Reference,
+    ValidationPatches,
     ValidationResult,
     patches_of_rank,
     validate,
@@ -49,7 +49,7 @@ def make_reference(
     grey: int | None = None,
     device: torch.device = CPU,
     share: Callable[[FixedPatches], FixedPatches | None] = lambda fixed: fixed,
-) -> Reference:
+) -> ValidationPatches:
     """Patches of random voxels or of one value; 0 ... 255 are the model values -1 ... 1."""
     voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
     if grey is not None:
@@ -59,7 +59,7 @@ def make_reference(
     fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
     held = share(fixed)
     assert held is not None
-    return Reference(held, greys, conditioner, device)
+    return ValidationPatches(held, greys, conditioner, device)
 
 
 def spectrum() -> Spectrum:
@@ -67,14 +67,19 @@ def spectrum() -> Spectrum:
 
 
 def run(
-    config: Config, denoisers: dict[str, Any], reference: Reference | None = None, stop: Callable[[], bool] = bool
+    config: Config,
+    denoisers: dict[str, Any],
+    reference: ValidationPatches | None = None,
+    stop: Callable[[], bool] = bool,
 ) -> ValidationResult | None:
     reference = reference or make_reference(conditional=config.has_condition)
     schedule = Schedule.from_config(config.diffusion, spectrum())
     return validate(config, reference, schedule, spectrum(), denoisers, stop)
 
 
-def result_of(config: Config, denoisers: dict[str, Any], reference: Reference | None = None) -> ValidationResult:
+def result_of(
+    config: Config, denoisers: dict[str, Any], reference: ValidationPatches | None = None
+) -> ValidationResult:
     result = run(config, denoisers, reference)
     assert result is not None
     return result
@@ -284,7 +289,7 @@ def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
     none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf))
     assert some.relative_error == pytest.approx(1.0)
     assert math.isnan(none.relative_error)
-    line = ValidationResult(2, (0, 500, 1000), {"raw": some, HEADLINE: none}).line(1, 2)
+    line = ValidationResult(2, (0, 500, 1000), {"raw": some, BEST_BY_WEIGHTS: none}).line(1, 2)
     assert line.endswith("relative_error unknown relative_bins unknown unknown")
 
 

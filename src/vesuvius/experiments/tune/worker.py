@@ -136,7 +136,7 @@ class TuneWorker:
         if not self._rehearsed:
             self._reporter.report(wait=True)
             before = loop.monitor.sample.used_bytes
-            loop.periodic.rehearse()
+            loop.periodic.run_all_now()
             self._sample_memory()
             self._rehearsal_bytes = max(self._ram_bytes - before, 0)
             self._rehearsed, kernel_steps = True, KERNEL_STEPS

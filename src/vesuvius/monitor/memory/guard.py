@@ -10,7 +10,7 @@ from typing import Literal
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, largest_share, shrinking_helps, used_share
 from vesuvius.monitor.memory.risk import Level, Risk
 
-Rung = Literal["drop", "restart", "shrink", "exit"]
+Action = Literal["drop", "restart", "shrink", "exit"]
 
 _SHOWS_S = 10.0  # before a restart of the readers shows in memory
 _TREND_S = 45.0  # before growth is known again after it: readers fill their buffers, then six windows of 5 s
@@ -39,7 +39,7 @@ class Order:
 
     # drop: release the volumes kept in memory; restart: restart the readers
     # unchanged; shrink: continue with half the prefetch and one reader fewer; exit: save and exit
-    rung: Rung
+    action: Action
     reason: str  # the figures behind it, for people
 
 
@@ -74,19 +74,19 @@ class Guard:
             return None
         grows = risk.exhaustion is not None and risk.own_grows and risk.ours[0] in helped
         left_s = risk.exhaustion.within_s if grows and risk.exhaustion else math.inf
-        rung = self._rung(time_s, helped, left_s, loop, _leaks(risk, loop.readers))
-        if rung and (self._order is None or rung == "exit" != self._order.rung):
-            self._order = Order(rung, risk.reason)
+        action = self._action(time_s, helped, left_s, loop, _leaks(risk, loop.readers))
+        if action and (self._order is None or action == "exit" != self._order.action):
+            self._order = Order(action, risk.reason)
         return self._order
 
     def carried_out(self, time_s: float) -> None:
         """Note that the readers were changed as ordered, which takes time to show."""
-        self._has_shrunk |= self._order is not None and self._order.rung == "shrink"
+        self._has_shrunk |= self._order is not None and self._order.action == "shrink"
         self._order, self._carried_out_s = None, time_s
 
-    def _rung(
+    def _action(
         self, time_s: float, helped: Sequence[MemoryLimit], left_s: float, loop: LoopStatus, leaks: bool
-    ) -> Rung | None:
+    ) -> Action | None:
         share = largest_share(helped, self._policy)
         exit_s = 2 * loop.step_s + _SAVE_S  # an order waits for the current step, and the next one may be as long
         shows = time_s - self._carried_out_s >= _SHOWS_S

@@ -31,7 +31,7 @@ from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.stop import StoppedError
 from vesuvius.training.validation import texture
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, Texture, measure_texture
-from vesuvius.training.validation.validation import Reference
+from vesuvius.training.validation.validation import ValidationPatches
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import FloatTriple
 
@@ -230,7 +230,7 @@ def make_preview(
     step: int,
     denoise: Denoise,
     schedule: Schedule,
-    reference: Reference,
+    reference: ValidationPatches,
     voxel_size_um: FloatTriple | None,
     stop: Callable[[], bool],
 ) -> dict[str, Any] | None:

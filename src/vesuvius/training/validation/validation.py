@@ -30,14 +30,14 @@ from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_training_patches
 
-HEADLINE = "ema"
+BEST_BY_WEIGHTS = "ema"
 """Set of weights for the headline figure: the one used for sampling."""
 
 _SEED = 0  # not the run's seed, so that runs with different seeds get the same noise
 _LEAST, _MOST, _VOXELS = 16, 64, 2**25  # patches for the spectrum, and their approximate total
 
 
-class Reference:
+class ValidationPatches:
     """Real patches that stay fixed for a run, held in host memory in their stored dtype.
 
     Rows are patch indices in any order, possibly repeated: 0 to len - 1, or those of a rank's share.  `device` is that
@@ -124,18 +124,18 @@ class ValidationResult:
     @property
     def relative_error(self) -> float:
         """Criterion for the best checkpoint: the error of the averaged weights."""
-        return self.weights[HEADLINE].relative_error
+        return self.weights[BEST_BY_WEIGHTS].relative_error
 
     def record(self) -> dict[str, Any]:
         """Plain data for metrics.jsonl."""
         weights = {name: vars(of) | {"relative_error": of.relative_error} for name, of in self.weights.items()}
-        headline = {key: weights[HEADLINE][key] for key in ("loss", "relative_error")}
+        headline = {key: weights[BEST_BY_WEIGHTS][key] for key in ("loss", "relative_error")}
         return headline | {"patches": self.patches, "bin_edges": self.bin_edges, "weights": weights}
 
     def line(self, step: int, steps: int) -> str:
         """Log line; the losses per bin are only in the record."""
         losses = " ".join(f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items())
-        bins = " ".join(_known(ratio, 3) for ratio in self.weights[HEADLINE].relative_bins)
+        bins = " ".join(_known(ratio, 3) for ratio in self.weights[BEST_BY_WEIGHTS].relative_bins)
         error = _known(self.relative_error, 4)
         return f"Validation step {step}/{steps} {losses} relative_error {error} relative_bins {bins}"
 
@@ -162,7 +162,7 @@ def patches_of_rank(config: Config, fixed: FixedPatches | None, rank: int, world
 @torch.no_grad()
 def validate(
     config: Config,
-    reference: Reference,
+    reference: ValidationPatches,
     schedule: Schedule,
     spectrum: Spectrum,
     denoisers: Mapping[str, Denoise],
@@ -178,14 +178,14 @@ def validate(
     Args:
         schedule: on the device of the reference's conditioner.
         spectrum: of training patches; determines the best linear denoiser.
-        denoisers: by set of weights; includes `HEADLINE`.
+        denoisers: by set of weights; includes `BEST_BY_WEIGHTS`.
         stop: polled before each batch; None is returned if it becomes true on any rank.
         ranks: share the batches; all call this and get the same result, bit-identical to one rank's.
 
     Raises RankError: another rank failed.
     """
     patches = config.training.validate_patches
-    assert HEADLINE in denoisers, list(denoisers)
+    assert BEST_BY_WEIGHTS in denoisers, list(denoisers)
     assert not ranks.is_main or len(reference) >= patches, (len(reference), patches)
     device, diffusion = schedule.device, config.diffusion
     timesteps = validation_timesteps(patches, schedule.timesteps)
