@@ -19,7 +19,7 @@ def main(scan: str, labels: str, steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     network = UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2)).to(device)
     optimizer, loss_of = torch.optim.AdamW(network.parameters(), lr=3e-3), DiceCELoss(to_onehot_y=True, softmax=True)
-    # The loader mirrors and rotates; MONAI changes grey values, patch by patch, on the device.
+    # The loader mirrors and rotates; MONAI changes intensities, patch by patch, on the device.
     changed = Compose(
         [
             ScaleIntensityRanged("image", -1, 1, 0, 1, clip=True),

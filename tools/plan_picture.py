@@ -21,7 +21,7 @@ from vesuvius.plan.order import Mixing
 from vesuvius.plan.plan import Plan, draw_pass
 
 SHAPE, PATCH, CHUNK = (512, 1024, 1024), (72, 136, 136), (128, 128, 128)
-BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
+BLUE, ORANGE, GREEN, GRAY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
 
 
 def main() -> None:
@@ -59,8 +59,8 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
     """The y-x plane: chunks, cells, and one visit with its region and patches."""
     volume = plan.volumes[0]
     for edge in range(0, SHAPE[1] + 1, CHUNK[1]):
-        axis.plot([0, SHAPE[2]], [edge, edge], color=GREY, lw=0.8)
-        axis.plot([edge, edge], [0, SHAPE[1]], color=GREY, lw=0.8)
+        axis.plot([0, SHAPE[2]], [edge, edge], color=GRAY, lw=0.8)
+        axis.plot([edge, edge], [0, SHAPE[1]], color=GRAY, lw=0.8)
     visits = [plan.visit(first_visit + n) for n in range(volume.num_visits_per_pass)]
     visit = max(visits, key=lambda v: (v.cell[1][1] - v.cell[0][1]) * (v.cell[1][2] - v.cell[0][2]))
     phases, _ = draw_pass(plan.seed, 0, first_visit // volume.num_visits_per_pass, volume.cells, volume.num_positions)

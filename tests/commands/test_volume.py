@@ -159,7 +159,7 @@ def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["occupancy"]["present"] is None
     assert facts["occupancy"]["unknown"] == "web servers cannot be listed"
-    assert facts["grey"] is None
+    assert facts["intensity"] is None
 
 
 def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):

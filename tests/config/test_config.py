@@ -83,7 +83,7 @@ def test_derived_numbers_follow_from_the_keys() -> None:
         ),
         (
             ["data.condition_normalize={low: 0.0, high: 2.0}"],
-            "condition_normalize needs a condition of grey values, but there is none; remove",
+            "condition_normalize needs a condition of intensities, but there is none; remove",
         ),
         (["diffusion.sampler_guidance=2.0"], "sampler_guidance 2.0 needs a model trained with and without a condition"),
     ],

@@ -27,8 +27,8 @@ MODEL = ModelConfig(channels=(16,), stem_stride=(1, 1, 1), blocks_per_level=1, f
 
 def _patches(step: int) -> Tensor:
     rng = np.random.default_rng((0, step))
-    grey = np.where(rng.random((BATCH, 1, 1, 1, 1)) < SHARE_DARK, DARK, BRIGHT)
-    return torch.from_numpy(grey + TEXTURE * rng.standard_normal((BATCH, *SHAPE))).float()
+    intensity = np.where(rng.random((BATCH, 1, 1, 1, 1)) < SHARE_DARK, DARK, BRIGHT)
+    return torch.from_numpy(intensity + TEXTURE * rng.standard_normal((BATCH, *SHAPE))).float()
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def check_moments(trained: Trained, method: SamplerMethod) -> None:
     config = trained.config.model_copy(update={"sampler": method, "sampler_steps": steps})
     denoise, schedule = trained.denoise, trained.schedule
     x_0 = generate(denoise, schedule, config, 0, range(COUNT), SHAPE, "cpu")[0]
-    grey, texture = x_0.mean((1, 2, 3, 4)), x_0.flatten(1).var(1).mean().sqrt().item()
-    dark = grey < (DARK + BRIGHT) / 2
+    intensity, texture = x_0.mean((1, 2, 3, 4)), x_0.flatten(1).var(1).mean().sqrt().item()
+    dark = intensity < (DARK + BRIGHT) / 2
     # 0.075: the spread of a patch's mean, TEXTURE / sqrt(64) = 0.025, three times; up to 0.04 seen.
-    assert grey[dark].mean().item() == pytest.approx(DARK, abs=0.075)
-    assert grey[~dark].mean().item() == pytest.approx(BRIGHT, abs=0.075)
+    assert intensity[dark].mean().item() == pytest.approx(DARK, abs=0.075)
+    assert intensity[~dark].mean().item() == pytest.approx(BRIGHT, abs=0.075)
     # Hardly anything in between: 0.15 is 6 of those spreads.  0.00 to 0.05 with spectral noise and three seeds;
     # a network that learned no more than the mean has nearly all there, one trained with half the batch a quarter.
-    between = ((grey - DARK).abs() > 0.15) & ((grey - BRIGHT).abs() > 0.15)
+    between = ((intensity - DARK).abs() > 0.15) & ((intensity - BRIGHT).abs() > 0.15)
     assert between.float().mean() < 0.12
     # 4 standard errors of a share of 256, and 0.05 for 400 steps of training and the few of sampling.  Seen with three
     # seeds of the weights: 0.34 to 0.37.

@@ -22,9 +22,9 @@ def data_config(condition: Path, **data: Any) -> DataConfig:
     return DataConfig.model_validate({"volumes": (volume,), "patch_size": PATCH} | data)
 
 
-def facts(*greys: IntensityRange) -> DataFacts:
+def facts(*intensities: IntensityRange) -> DataFacts:
     volume = TrainedVolume("gone.zarr", np.dtype(np.uint8), None)
-    return DataFacts((volume,), IntensityRanges((), greys), None)  # type: ignore[arg-type]
+    return DataFacts((volume,), IntensityRanges((), intensities), None)  # type: ignore[arg-type]
 
 
 def test_positions_depend_on_seed_and_index_and_cover_the_box(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Grey values, and directories that are there when they are whole."""
+"""Intensities, and directories that are there when they are whole."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
-from vesuvius.generate.sample_zarr import atomic_directory, to_grey_values
+from vesuvius.generate.sample_zarr import atomic_directory, to_intensities
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 
 
-def test_grey_values_invert_the_normalisation() -> None:
+def test_intensities_invert_the_normalisation() -> None:
     for dtype in ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"):
-        greys = np.array([0, 1, 53, 100, 144, 255], dtype)
-        grey = IntensityRange(53.0, 144.0)
-        model = normalised(torch.from_numpy(greys).view(1, -1), intensity_scales([grey]))[0].numpy()
-        back = to_grey_values(model, grey, np.dtype(dtype))
+        intensities = np.array([0, 1, 53, 100, 144, 255], dtype)
+        intensity = IntensityRange(53.0, 144.0)
+        model = normalised(torch.from_numpy(intensities).view(1, -1), intensity_scales([intensity]))[0].numpy()
+        back = to_intensities(model, intensity, np.dtype(dtype))
         assert back.dtype == dtype
-        # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of a grey value here
-        np.testing.assert_allclose(back, greys, rtol=0, atol=3e-5 if back.dtype.kind == "f" else 0)
+        # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of an intensity here
+        np.testing.assert_allclose(back, intensities, rtol=0, atol=3e-5 if back.dtype.kind == "f" else 0)
 
 
 FAR = np.array([-9.0, -1.0, 0.006, 0.9, 9.0], np.float32)
@@ -38,16 +38,16 @@ def test_integers_and_bool_are_rounded_and_clipped_but_floats_are_not() -> None:
         "int16": [-800, 0, 101, 190, 1000],
         "uint64": [0, 0, 101, 190, 1000],
     }.items():
-        assert to_grey_values(FAR, IntensityRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
-    assert to_grey_values(FAR, IntensityRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
-    greys = to_grey_values(FAR, IntensityRange(0.0, 200.0), np.dtype("float32"))
-    np.testing.assert_allclose(greys, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
+        assert to_intensities(FAR, IntensityRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
+    assert to_intensities(FAR, IntensityRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
+    intensities = to_intensities(FAR, IntensityRange(0.0, 200.0), np.dtype("float32"))
+    np.testing.assert_allclose(intensities, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
 
 
 def test_values_beyond_the_dtype_neither_wrap_around_nor_become_infinite() -> None:
     for dtype in ("int32", "int64", "uint32", "uint64", "float16"):
         info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
-        low, high = to_grey_values(
+        low, high = to_intensities(
             FAR[[0, -1]], IntensityRange(float(info.min), float(info.max)), np.dtype(dtype)
         ).tolist()
         assert low == info.min

@@ -51,9 +51,9 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
         volumes.append(VolumeConfig(path=str(path)))
     config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4)
     data = prepare_data(0, config)
-    greys = [IntensityRange(0, 100), IntensityRange(100, 150)]
+    intensities = [IntensityRange(0, 100), IntensityRange(100, 150)]
     options = StreamOptions(16, workers=0)
-    feed = DeviceFeed(CPU, options, data.job, greys)
+    feed = DeviceFeed(CPU, options, data.job, intensities)
     with feed.open():
         batch, _ = feed.next(HostClock())
     x_0 = batch.image
@@ -62,7 +62,7 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
     drawn = [sample.volume for sample in batch.samples]
     assert set(drawn) == {0, 1}
     for value, number in zip(x_0, drawn, strict=True):
-        # grey 50 lies in the middle of 0..100, grey 150 at the top of 100..150
+        # intensity 50 lies in the middle of 0..100, intensity 150 at the top of 100..150
         torch.testing.assert_close(value, torch.full_like(value, float(number)))
 
 

@@ -84,14 +84,14 @@ def test_drift_that_changes_weight_shapes_is_always_refused(config: Path, capsys
 
 def test_intensity_ranges_are_estimated_again_only_if_the_data_changed(config: Path, volume: Path) -> None:
     newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
-    greys = newest()["greys"]
+    intensities = newest()["intensities"]
     write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
     data = f"data.volumes=[{{path: {volume.with_name('new.zarr')}}}]"
     assert vesuvius_train(config, "--resume", "--allow-drift", data, "training.max_steps=2") == 0
-    assert newest()["greys"] == greys, "a volume may move: the same array at another place"
+    assert newest()["intensities"] == intensities, "a volume may move: the same array at another place"
     other = [data, "data.patches_per_region=8", "training.max_steps=3"]
     assert vesuvius_train(config, "--resume", "--allow-drift", *other) == 0
-    assert newest()["greys"] != greys
+    assert newest()["intensities"] != intensities
 
 
 def test_a_volume_may_move_and_a_setting_may_change_between_stop_and_resume(

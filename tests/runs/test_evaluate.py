@@ -106,7 +106,7 @@ def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("array", marks=pytest.mark.long), "float"])
-def test_samples_of_other_programs_are_evaluated_in_grey_values(tmp_path: Path, kind: str) -> None:
+def test_samples_of_other_programs_are_evaluated_in_intensities(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)
     path = tmp_path / ("samples.zarr" if kind == "array" else "samples.npy")

@@ -40,7 +40,7 @@ from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate import common
-from vesuvius.generate.sample_zarr import to_grey_values
+from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.volume import open_volume
 
@@ -191,8 +191,8 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "amp": "off",
         "volume": f"{split['path']} level 0",
-        "grey_low": split["grey_low"],
-        "grey_high": split["grey_high"],
+        "intensity_low": split["intensity_low"],
+        "intensity_high": split["intensity_high"],
         "vesuvius": __version__,
     }
 
@@ -206,8 +206,8 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         return predict(lambda *arguments: functional_call(network, state, arguments), schedule, x_t, t, condition)
 
     x_0 = generate(denoise, schedule, config.diffusion, 7, [0, 1], (1, *PATCH), "cpu")[0]
-    grey = IntensityRange(record["grey_low"], record["grey_high"])
-    np.testing.assert_array_equal(samples.voxels()[:2], to_grey_values(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
+    intensity = IntensityRange(record["intensity_low"], record["intensity_high"])
+    np.testing.assert_array_equal(samples.voxels()[:2], to_intensities(x_0[:, 0].numpy(), intensity, np.dtype("uint8")))
 
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
     # Voxels 6 pixels wide: slices of 96 next to and above ones of 48, a gap of 4 each, 8 between samples, a line of 20
@@ -217,9 +217,9 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
     for number in range(5):
         top, left = 40 + number // 3 * (20 + side), 4 + number % 3 * (side + 8)
         shown = picture[top : top + 96 : 6, left : left + 96 : 6]
-        greys = samples.voxels()[number, 4].astype(float)
-        expected = 255 * (greys - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
-        # half a grey value is 0.7 of a pixel's here, and pixels are cut to whole numbers
+        intensities = samples.voxels()[number, 4].astype(float)
+        expected = 255 * (intensities - record["intensity_low"]) / (record["intensity_high"] - record["intensity_low"])
+        # half an intensity is 0.7 of a pixel's here, and pixels are cut to whole numbers
         np.testing.assert_allclose(shown, expected.clip(0, 255), atol=2)
 
 
@@ -309,7 +309,7 @@ def test_averaged_weights_and_the_first_volume_are_the_default(
     dark = drawn(tmp_path / "dark", "--count", 1, "--volume", 1)
     scale = dark.group["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"]
     assert scale == [1.0, 4.0, 4.0, 5.0]
-    assert dark.record["grey_high"] < 0.6 * default.record["grey_high"]
+    assert dark.record["intensity_high"] < 0.6 * default.record["intensity_high"]
     assert dark.voxels().mean() < 0.7 * default.voxels().mean()
 
 

@@ -389,7 +389,7 @@ def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     assert draws(tmp_path / "again.zarr", *again) == 0
     np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "again.zarr"))
 
-    low, high = held_out["grey_low"], held_out["grey_high"]
+    low, high = held_out["intensity_low"], held_out["intensity_high"]
     real, labels = (voxels(trained / name)[z0:z1, y0:y1, x0:x1] for name in ("scan.zarr", "labels.zarr"))
     shown = {
         "real (held out)": (real - np.float64(low)) / (high - low),
@@ -401,5 +401,7 @@ def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     for cell, (caption, values) in zip(cells, shown.items(), strict=True):
         assert cell.caption == caption
         expected = np.clip(values[(z1 - z0) // 2], 0, 1) * 255
-        np.testing.assert_allclose(cell.picture[:48:2, :40:2].astype(float), expected, atol=1.01)  # greys round down
+        np.testing.assert_allclose(
+            cell.picture[:48:2, :40:2].astype(float), expected, atol=1.01
+        )  # intensities round down
     assert Image.open(picture).height > 3 * 20 + 48 + GAP

@@ -87,7 +87,7 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
     assert sample.main(["--checkpoint", "tiny", "--count", "1", "--batch-size", "1", "--out", "s"]) == 0
     drawn = zarr.open_group(tmp_path / "s" / "samples.zarr", mode="r")["0"]
     assert isinstance(drawn, zarr.Array)
-    assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
+    assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "intensities of the labels, a little beyond at most"
 
 
 def test_keys_newer_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: WriteConfig) -> None:

@@ -72,7 +72,7 @@ def test_a_step_dropped_in_its_second_micro_batch_leaves_no_trace(
     assert final_difference(Path("runs/stopped"), Path("runs/straight")) is None
 
 
-@pytest.mark.parametrize("hangs", [r"volume\.zarr/\.z", r"volume\.zarr/\d"], ids=["metadata", "grey values"])
+@pytest.mark.parametrize("hangs", [r"volume\.zarr/\.z", r"volume\.zarr/\d"], ids=["metadata", "intensities"])
 def test_a_stop_is_obeyed_before_the_run_begins(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, hangs: str
 ) -> None:

@@ -117,13 +117,13 @@ class Session:
     def __post_init__(self) -> None:
         config = self.config
         self.data = prepare_data(config.seed, config.data)
-        greys = self.data.intensity_ranges(config.data)
-        schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, greys))
+        intensities = self.data.intensity_ranges(config.data)
+        schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, intensities))
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         self.step.timed = self.clock.computing
-        conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
+        conditioner = Conditioner(config.data.labels, intensities.conditions, CPU)
         options = StreamOptions.from_config(config.training, config.cluster)
-        self._feed = TrainingFeed(DeviceFeed(CPU, options, self.data.job, greys.volumes), conditioner)
+        self._feed = TrainingFeed(DeviceFeed(CPU, options, self.data.job, intensities.volumes), conditioner)
 
     def run(self, steps: int) -> list[dict[str, Any]]:
         """Returns the records.  Raises NonFiniteError like a run."""

@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Callable[[int], dict[str, Any] | None], Any, str]] = {
         lambda z: {"ImageOrientationPatient": TURNED} if z == 3 else {}, None, "IM0003 has .*0.96"
     ),
     "tilted": (lambda z: {"ImagePositionPatient": [0, z, 2 * z]}, None, "not at right angles"),
-    "a palette": (lambda z: {"PhotometricInterpretation": "PALETTE COLOR"}, None, "are PALETTE COLOR, not grey"),
+    "a palette": (lambda z: {"PhotometricInterpretation": "PALETTE COLOR"}, None, "are PALETTE COLOR, not gray"),
     "empty": (NOTHING, lambda folder: (folder / "IM0003").write_bytes(b""), "IM0003: it is empty"),
     "cut": (NOTHING, shortened(-9), "IM0003: ValueError: "),
     "header cut": (NOTHING, shortened(400), "IM0003: its header is cut"),

@@ -648,8 +648,8 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, but s_8.tif has 52x71 uint16"
     ),
     "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, but s_8"),
-    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "are RGB, not grey"),
-    "a slice of 4 bits": (slices(".png"), over(png_of_4_bits), "are L;4, not grey"),
+    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "are RGB, not gray"),
+    "a slice of 4 bits": (slices(".png"), over(png_of_4_bits), "are L;4, not gray"),
     "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "it has 2 pages"),
     "two kinds": (
         slices(".tif"), lambda folder: (folder / "scan/s_20.tif").rename(folder / "scan/s_20.png"), "has .png and .tif"

@@ -18,7 +18,7 @@ from vesuvius.volume_tools.info import VolumeFacts, describe_codecs, describe_vo
 from vesuvius.volumes.volume import open_volume
 
 QUICK = StoreConfig(outage_minutes=0)
-BOX = (16, 16, 16)  # one chunk, whose grey values are then read whole
+BOX = (16, 16, 16)  # one chunk, whose intensities are then read whole
 
 
 def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:
@@ -112,11 +112,13 @@ def test_the_occupancy_on_a_web_server_is_unknown_not_0(tmp_path: Path) -> None:
         stored[chunk] = False
     with ChunkServer(tmp_path) as server:
         facts = look(f"{server.url}/v.zarr", listing=True, num_boxes=100)
-        occupancy, grey = facts.occupancy, facts.grey
+        occupancy, intensity = facts.occupancy, facts.intensity
         assert occupancy.present is None
         assert occupancy.unknown == "web servers cannot be listed"
-        assert grey is not None
-        assert (grey.tried, grey.found, grey.places) == (27, 24, 24), "all chunks were asked for, once each"
+        assert intensity is not None
+        assert (intensity.tried, intensity.found, intensity.places) == (27, 24, 24), (
+            "all chunks were asked for, once each"
+        )
         np.savez(path / "0" / ".chunk_occupancy.npz", occupancy=stored, signature=np.array(""))
         facts = look(f"{server.url}/v.zarr")
         assert (facts.occupancy.present, facts.occupancy.source) == (24, "sidecar")
@@ -140,50 +142,52 @@ def test_sidecars_are_written_next_to_their_level_or_to_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "int64", "float16", "float32", "float64"])
-def test_grey_values_exclude_air(tmp_path: Path, dtype: str) -> None:
+def test_intensities_exclude_air(tmp_path: Path, dtype: str) -> None:
     voxels = textured((48, 48, 48), dtype=dtype)
     voxels[::5] = 0
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
-    grey = look(path, num_boxes=27).grey  # each chunk once: the whole volume
-    assert grey is not None
+    intensity = look(path, num_boxes=27).intensity  # each chunk once: the whole volume
+    assert intensity is not None
     material = voxels[voxels != 0].astype(np.float64)
-    assert (grey.places, grey.voxels) == (27, voxels.size)
-    assert (grey.minimum, grey.maximum) == (material.min(), material.max())
+    assert (intensity.places, intensity.voxels) == (27, voxels.size)
+    assert (intensity.minimum, intensity.maximum) == (material.min(), material.max())
     # Sums of 10^5 float64 in another order.
-    np.testing.assert_allclose([grey.mean, grey.std], [material.mean(), material.std()], rtol=1e-10)
-    np.testing.assert_allclose(grey.percentiles, np.percentile(material, (0.5, 50, 99.5)), rtol=1e-6)
-    assert grey.air_share == pytest.approx(1 - material.size / voxels.size)
+    np.testing.assert_allclose([intensity.mean, intensity.std], [material.mean(), material.std()], rtol=1e-10)
+    np.testing.assert_allclose(intensity.percentiles, np.percentile(material, (0.5, 50, 99.5)), rtol=1e-6)
+    assert intensity.air_share == pytest.approx(1 - material.size / voxels.size)
 
 
-def test_grey_values_come_from_stored_chunks_and_are_reproducible(tmp_path: Path) -> None:
+def test_intensities_come_from_stored_chunks_and_are_reproducible(tmp_path: Path) -> None:
     voxels = np.zeros((96, 96, 96), np.uint8)
     voxels[32:48, 48:64, 80:] = textured((16, 16, 16))
     path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
     with ChunkServer(tmp_path) as server:
         listed, asked = look(path), look(f"{server.url}/v.zarr")
     assert listed.occupancy.present == 1
-    assert listed.grey is not None
-    assert (listed.grey.places, listed.grey.air_share) == (1, 0)
-    assert asked.grey is not None
-    assert (asked.grey.tried, asked.grey.found) == (216, 1)
-    assert asked.grey.percentiles == listed.grey.percentiles, "a chunk is the place, whichever way it was found"
-    assert look(path).grey == listed.grey
+    assert listed.intensity is not None
+    assert (listed.intensity.places, listed.intensity.air_share) == (1, 0)
+    assert asked.intensity is not None
+    assert (asked.intensity.tried, asked.intensity.found) == (216, 1)
+    assert asked.intensity.percentiles == listed.intensity.percentiles, (
+        "a chunk is the place, whichever way it was found"
+    )
+    assert look(path).intensity == listed.intensity
 
 
-def test_air_has_no_grey_values(tmp_path: Path) -> None:
+def test_air_has_no_intensities(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16, **STORED_AIR)
-    grey = look(path).grey
-    assert grey is not None
-    assert (grey.places, grey.mean, grey.percentiles, grey.air_share) == (8, None, None, 1.0)
-    assert look(path, num_boxes=0).grey is None
+    intensity = look(path).intensity
+    assert intensity is not None
+    assert (intensity.places, intensity.mean, intensity.percentiles, intensity.air_share) == (8, None, None, 1.0)
+    assert look(path, num_boxes=0).intensity is None
 
 
 def test_unreadable_boxes_are_counted_and_the_others_used(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     (path / "1" / "1" / "1").write_bytes(b"damaged")
-    grey = look(path, num_boxes=27).grey
-    assert grey is not None
-    assert (grey.places, grey.unreadable) == (26, 1)
+    intensity = look(path, num_boxes=27).intensity
+    assert intensity is not None
+    assert (intensity.places, intensity.unreadable) == (26, 1)
 
 
 def test_a_damaged_shard_index_is_reported_and_other_shards_are_sampled(
@@ -197,8 +201,8 @@ def test_a_damaged_shard_index_is_reported_and_other_shards_are_sampled(
     assert facts.occupancy.present is None
     assert "the index of a shard does not match its checksum in 0/c/0/1/0" in str(facts.occupancy.unknown)
     for found in (facts, look(server.url_of(path), num_boxes=64)):
-        assert found.grey is not None
-        assert (found.grey.tried, found.grey.found, found.grey.places) == (64, 56, 56)
+        assert found.intensity is not None
+        assert (found.intensity.tried, found.intensity.found, found.intensity.places) == (64, 56, 56)
     assert "chunk [0, 2, 0]" in caplog.text
     assert "0/c/0/1/0; restore the shard" in caplog.text
     assert "network" not in caplog.text + str(facts)

@@ -95,7 +95,7 @@ def test_exactly_the_chunks_of_air_are_absent(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_volume(tmp_path):
-    """Twelve times the depth, 5.8 MB more grey values and labels at level 0; buffers of several writers vary."""
+    """Twelve times the depth, 5.8 MB more intensities and labels at level 0; buffers of several writers vary."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
     peaks = []
     for number, depth in enumerate((64, 64, 768)):  # the first also imports what it needs
@@ -133,12 +133,12 @@ def test_an_interrupted_write_resumes_with_the_same_voxels(tmp_path, chunks, los
 
     with pytest.raises(KeyboardInterrupt):
         write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=1, chunk=16, on_progress=stop)
-    assert not (tmp_path / "v.zarr").exists(), "where the grey values have their name, all is there"
+    assert not (tmp_path / "v.zarr").exists(), "where the intensities have their name, all is there"
     if lost and (tmp_path / lost).exists():
         shutil.rmtree(tmp_path / lost)
     report = write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=1, chunk=16)
-    grey, label = Phantom(1, (32, 48, 48)).box((0, 0, 0), (32, 48, 48))
-    np.testing.assert_array_equal(levels_of(report["path"])[0], grey)
+    intensity, label = Phantom(1, (32, 48, 48)).box((0, 0, 0), (32, 48, 48))
+    np.testing.assert_array_equal(levels_of(report["path"])[0], intensity)
     np.testing.assert_array_equal(levels_of(report["labels_path"])[0], label)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.labels.zarr", "v.zarr"]
     assert write_phantom(tmp_path / "v.zarr", (32, 48, 48), seed=1, chunk=16)["stored_bytes"] == 0

@@ -16,7 +16,7 @@ from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools.copy import CopyRequest, copy_box
-from vesuvius.volume_tools.info import grey_statistics
+from vesuvius.volume_tools.info import intensity_stats
 from vesuvius.volume_tools.verify import verify_volume
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
@@ -109,13 +109,13 @@ def test_a_stream_logs_the_share_of_nan_once(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("nan", ["air", -1000.0])
-def test_grey_value_statistics_exclude_nan(tmp_path: Path, nan: Any) -> None:
+def test_intensity_statistics_exclude_nan(tmp_path: Path, nan: Any) -> None:
     voxels = write_ct(tmp_path / "v.zarr")
     numbers = voxels[~outside()]
     config = DataConfig(volumes=(VolumeConfig(path=str(tmp_path / "v.zarr")),), patch_size=(8, 16, 16), nan=nan)
-    (grey,) = prepare_data(0, config).intensity_ranges(config).volumes
-    assert numbers.min() <= grey.low < grey.high <= numbers.max()
-    found = grey_statistics(opened(tmp_path / "v.zarr", nan), None, 8)
+    (intensity,) = prepare_data(0, config).intensity_ranges(config).volumes
+    assert numbers.min() <= intensity.low < intensity.high <= numbers.max()
+    found = intensity_stats(opened(tmp_path / "v.zarr", nan), None, 8)
     assert found.minimum is not None
     assert found.minimum >= numbers.min()
 

@@ -15,7 +15,7 @@ from vesuvius.runlog.progress import Progress
 def main(argv: list[str]) -> int:
     parser = Parser(
         prog="vesuvius evaluate",
-        description="Compare generated patches with held-out ones (and real with real, as the floor): grey values, "
+        description="Compare generated patches with held-out ones (and real with real, as the floor): intensities, "
         "spectrum, correlation, planarity, a classifier, memorization.  Writes evaluation.html, evaluation.json "
         "and montage.png.",
         common=("count", "generated", "out", "seed"),
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         type=full_path,
         metavar="PATH",
         help="evaluate these instead of new samples: output of `vesuvius sample`, or any .npy or zarr with patches "
-        "[N, Z, Y, X] or a volume [Z, Y, X] in grey values of the training volume",
+        "[N, Z, Y, X] or a volume [Z, Y, X] in intensities of the training volume",
     )
     parser.add_argument(
         "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         type=natural,
         default=0,
         metavar="N",
-        help="index of the training volume whose grey values the samples have (default: 0)",
+        help="index of the training volume whose intensities the samples have (default: 0)",
     )
     parser.add_argument(
         "--classifier-steps", type=positive, default=200, help="training steps of each classifier (default: 200)"

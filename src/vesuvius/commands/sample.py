@@ -74,7 +74,7 @@ def _parser() -> Parser:
         type=natural,
         default=0,
         metavar="N",
-        help="index of the training volume whose grey values and condition are used (default: 0)",
+        help="index of the training volume whose intensities and condition are used (default: 0)",
     )
     add_sampling(parser)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")

@@ -34,9 +34,7 @@ class ForegroundConfig(Section):
         description="chunks = stored chunks (sidecar or listing); level = voxels of a coarser level",
     )
     level: PositiveInt = Field(default=5, description="level of the same pyramid for source: level")
-    threshold: float = Field(
-        default=0.0, ge=0, description="grey value above which a voxel of that level is foreground"
-    )
+    threshold: float = Field(default=0.0, ge=0, description="intensity above which a voxel of that level is foreground")
 
 
 class VolumeConfig(ArrayConfig):
@@ -69,13 +67,13 @@ class AugmentConfig(Section):
 
 
 class NormalizeConfig(Section):
-    """Grey values to model values: low -> -1, high -> +1, linear, not clipped."""
+    """Intensities to model values: low -> -1, high -> +1, linear, not clipped."""
 
     low: float | None = Field(
-        default=None, description="grey value that becomes -1; null = 0.5th percentile of a sample"
+        default=None, description="intensity that becomes -1; null = 0.5th percentile of a sample"
     )
     high: float | None = Field(
-        default=None, description="grey value that becomes +1; null = 99.5th percentile of a sample"
+        default=None, description="intensity that becomes +1; null = 99.5th percentile of a sample"
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -172,11 +170,11 @@ class DataConfig(Section):
     )
     store: StoreConfig = Field(default=StoreConfig(), description="how chunks are read")
     augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
-    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="scaling of grey values to model values")
+    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="scaling of intensities to model values")
     condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="the same for the condition")
     condition_classes: PositiveInt | None = Field(
         default=None,
-        description="the condition holds labels of n classes, encoded as n channels of 0 and 1; null = grey values",
+        description="the condition holds labels of n classes, encoded as n channels of 0 and 1; null = intensities",
     )
     condition_values: tuple[int, ...] | None = Field(
         default=None, description="stored label of each class, in order; null = 0 ... n-1"
@@ -185,12 +183,12 @@ class DataConfig(Section):
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """Stored label of each class; None for conditions of grey values."""
+        """Stored label of each class; None for conditions of intensities."""
         return self.condition_values or (tuple(range(self.condition_classes)) if self.condition_classes else None)
 
     @property
     def condition_nan(self) -> Literal["air", "error"] | float:
-        """`nan` for conditions: a number is a grey value, not a label."""
+        """`nan` for conditions: a number is an intensity, not a label."""
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
     def min_foreground_of(self, volume: VolumeConfig) -> float:
@@ -228,7 +226,7 @@ class DataConfig(Section):
             )
         if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
             yield (
-                "condition_normalize needs a condition of grey values, but there "
+                "condition_normalize needs a condition of intensities, but there "
                 f"{'are labels' if self.condition_classes else 'is none'}; remove data.condition_normalize"
             )
         values = self.condition_values

@@ -50,7 +50,7 @@ class GenerateRequest:
     # the result depends on seed and batch_size, in addition to the network and its inputs
     seed: int
     batch_size: int
-    volume_index: int  # training volume whose grey values and condition are used
+    volume_index: int  # training volume whose intensities and condition are used
     guide: Path | None = field(default=None, kw_only=True)  # directory of a weaker checkpoint; None = no guide
 
 
@@ -103,7 +103,7 @@ def run_directory(checkpoint: Path) -> Path:
 
 def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
     """Return the part of the record that samples and volumes share.  Reads the sums of the weights."""
-    diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume_index]
+    diffusion, intensity = info.config.diffusion, info.data.intensities.volumes[request.volume_index]
     return {
         "seed": request.seed,
         "batch_size": request.batch_size,
@@ -115,8 +115,8 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
         "correction": None if diffusion.sampler_correction == 1 else diffusion.sampler_correction,
         "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
         "volume": info.data.volumes[request.volume_index].name,
-        "grey_low": grey.low,
-        "grey_high": grey.high,
+        "intensity_low": intensity.low,
+        "intensity_high": intensity.high,
         "vesuvius": __version__,
         "torch": torch.__version__,
     }
@@ -137,7 +137,7 @@ class Network:
             log.warning("Sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume_index
-        self._conditioner = Conditioner(config.data.labels, data.greys.conditions, self.device)
+        self._conditioner = Conditioner(config.data.labels, data.intensities.conditions, self.device)
 
     def generate(
         self, seed: int, samples: Sequence[int], stored: NDArray[Any] | None, on_step: Callable[[int, Tensor], None]

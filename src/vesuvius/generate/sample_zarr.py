@@ -50,29 +50,31 @@ def record_samples(path: Path, record: dict[str, Any]) -> None:
     zarr.open_group(path, mode="r+").attrs[attribute(SAMPLE)] = record
 
 
-def to_model_values(voxels: NDArray[Any], grey: IntensityRange) -> NDArray[np.float32]:
-    """Convert grey values or labels of any shape to model values: `grey.low` becomes -1, `grey.high` +1.  Pure."""
+def to_model_values(voxels: NDArray[Any], intensity: IntensityRange) -> NDArray[np.float32]:
+    """Convert intensities or labels of any shape to model values, low to -1 and high to +1.  Pure."""
     stored = torch.from_numpy(np.ascontiguousarray(voxels)[None])
-    return normalised(stored, intensity_scales([grey]))[0].numpy()
+    return normalised(stored, intensity_scales([intensity]))[0].numpy()
 
 
-def to_grey_values(x_0: NDArray[np.float32], grey: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert model values to grey values: -1 becomes `grey.low`, +1 `grey.high`; see `cast_grey_values`.  Pure."""
-    return cast_grey_values(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)
+def to_intensities(x_0: NDArray[np.float32], intensity: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Convert model values to intensities, -1 to low and +1 to high; see `cast_intensities`.  Pure."""
+    return cast_intensities(
+        intensity.low + (x_0.astype(np.float64) + 1) * ((intensity.high - intensity.low) / 2), dtype
+    )
 
 
-def cast_grey_values(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Clip grey values to the range of a dtype and cast them; integers and bool are rounded.  Pure."""
-    if greys.dtype == dtype:
-        return greys
-    greys = greys.astype(np.float64)
+def cast_intensities(intensities: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Clip intensities to the range of a dtype and cast them; integers and bool are rounded.  Pure."""
+    if intensities.dtype == dtype:
+        return intensities
+    intensities = intensities.astype(np.float64)
     if dtype.kind == "f":
         limits = np.finfo(dtype)
-        return greys.clip(limits.min, limits.max).astype(dtype)
+        return intensities.clip(limits.min, limits.max).astype(dtype)
     least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    greys, top = np.rint(greys), float(most)
+    intensities, top = np.rint(intensities), float(most)
     # float64 cannot represent the largest 8-byte integer; the next value above it would wrap around.
-    return greys.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
+    return intensities.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
 
 
 def check_target(out: Path, overwrite: bool) -> None:

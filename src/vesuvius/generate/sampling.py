@@ -1,4 +1,4 @@
-"""`vesuvius sample`: from a checkpoint to patch-sized samples, on disk in grey values and as a picture.
+"""`vesuvius sample`: from a checkpoint to patch-sized samples, on disk in intensities and as a picture.
 
 A sample depends only on (seed, its index), bit for bit at the same batch size: batches begin at multiples of the batch
 size, whatever the count, and the last one may be smaller.
@@ -35,7 +35,7 @@ from vesuvius.generate.sample_zarr import (
     check_target,
     record_samples,
     sample_array,
-    to_grey_values,
+    to_intensities,
     to_model_values,
 )
 from vesuvius.generate.volume.inputs import TrainingCondition
@@ -80,7 +80,7 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
 def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: ProgressReporter, directory: Path) -> int:
     """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, network = info.config, Network(request)
-    volume, grey = info.data.volumes[request.volume_index], info.data.greys.volumes[request.volume_index]
+    volume, intensity = info.data.volumes[request.volume_index], info.data.intensities.volumes[request.volume_index]
     scale = Scale.of_patch(config.data.patch_size, volume.voxel_size_um)
     log.info(
         "Sampling from %s, %s weights of step %d, %.1f M parameters, device %s, amp %s",
@@ -117,11 +117,11 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
                     f"{network.denoiser.amp}, checkpoint {info.checkpoint}); try --amp off, --clip 1 or an "
                     "earlier checkpoint"
                 )
-            samples[rows] = to_grey_values(x_0, grey, volume.dtype)
+            samples[rows] = to_intensities(x_0, intensity, volume.dtype)
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
                 condition_array[rows] = stored
-                pictures = [to_model_values(stored, conditions.grey), x_0]
+                pictures = [to_model_values(stored, conditions.intensity), x_0]
                 caption = "{}: labels, sample" if config.data.labels else "{}: condition, sample"
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])

@@ -63,11 +63,11 @@ class TrainingLoop:
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
         self.job = replace(checked.data.job, reading_log_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.share.micro_batch)
-        conditioner = Conditioner(config.data.labels, facts.greys.conditions, run.device)
-        self.feed = DeviceFeed(run.device, options, self.job, facts.greys.volumes)
+        conditioner = Conditioner(config.data.labels, facts.intensities.conditions, run.device)
+        self.feed = DeviceFeed(run.device, options, self.job, facts.intensities.volumes)
         self.batches = TrainingFeed(self.feed, conditioner)
         fixed = checked.fixed
-        reference = None if fixed is None else ValidationPatches(fixed, facts.greys, conditioner, run.device)
+        reference = None if fixed is None else ValidationPatches(fixed, facts.intensities, conditioner, run.device)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step

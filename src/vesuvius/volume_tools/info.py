@@ -1,4 +1,4 @@
-"""Describes a volume before training: levels, codec, stored chunks and grey values.
+"""Describes a volume before training: levels, codec, stored chunks and intensities.
 
 `describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes.  Unknown values are None, with
 the reason, never 0.
@@ -66,8 +66,8 @@ class Occupancy:
 
 
 @dataclass(frozen=True)
-class GreyStatistics:
-    """Grey values of a sample of stored boxes; None if all voxels are air."""
+class IntensityStats:
+    """Intensities of a sample of stored boxes; None if all voxels are air."""
 
     places: int  # boxes read (a key of `vesuvius volume info --json`)
     unreadable: int  # boxes that could not be read
@@ -100,7 +100,7 @@ class VolumeFacts:
     chosen: LevelFacts  # the level to which the fields below refer
     codec: str
     occupancy: Occupancy
-    grey: GreyStatistics | None
+    intensity: IntensityStats | None
 
 
 def describe_volume(
@@ -113,7 +113,7 @@ def describe_volume(
 ) -> VolumeFacts:
     """Describe a volume, and the level `spec` in detail.  Reads.  Raises DataError: the level cannot be opened.
 
-    With `listing`, chunks are counted by a listing even if there is a sidecar or listing takes long.  Grey values are
+    With `listing`, chunks are counted by a listing even if there is a sidecar or listing takes long.  Intensities are
     sampled in `num_boxes` boxes; 0 = none.
     """
     with closing(open_volume(spec, store)) as volume:
@@ -141,7 +141,7 @@ def describe_volume(
             chosen=levels[spec.level],
             codec=describe_codecs(volume.array),
             occupancy=occupancy,
-            grey=grey_statistics(volume, stored, num_boxes, box_zyx) if num_boxes else None,
+            intensity=intensity_stats(volume, stored, num_boxes, box_zyx) if num_boxes else None,
         )
 
 
@@ -233,10 +233,10 @@ def _default_sidecar(volume: Volume) -> Path:
     return Path(volume.source.address) / volume.array.path / SIDECAR
 
 
-# ---- grey values of a fixed random sample of stored boxes
+# ---- intensities of a fixed random sample of stored boxes
 
 
-def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zyx: Triple = BOX_ZYX) -> GreyStatistics:
+def intensity_stats(volume: Volume, stored: Bools | None, num_boxes: int, box_zyx: Triple = BOX_ZYX) -> IntensityStats:
     """Read `num_boxes` boxes of about `box_zyx` and compute statistics of their voxels.
 
     `stored` says which chunks (or shards) are stored; None = unknown: random chunks are checked.  Raises DataError: the
@@ -260,7 +260,7 @@ def grey_statistics(volume: Volume, stored: Bools | None, num_boxes: int, box_zy
         material.append(volume.material(read))
     values: NDArray[Any] = np.concatenate(material) if material else np.empty(0, volume.dtype)
     found, air_share = None if tried is None else len(chunks), 1 - len(values) / voxels if voxels else None
-    known = GreyStatistics(len(sample) - unreadable, unreadable, tried, found, voxels, air_share)
+    known = IntensityStats(len(sample) - unreadable, unreadable, tried, found, voxels, air_share)
     if len(values) == 0:
         return known
     return replace(

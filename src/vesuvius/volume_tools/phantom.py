@@ -36,8 +36,8 @@ ARC_VOXELS = 38  # about pi x pitch; an integer, so that arc lengths of far wind
 RIM_PITCHES = 0.4  # unmasked air around the outermost sheet
 TABLE = 512  # period in voxels of the texture tables along the sheet and along z; a power of two
 DEPTHS = 12  # fibre tables across one pitch; a multiple of 4
-PAPYRUS_GREY, GAP_GREY = 128.0, 62.0
-NOISE_GREY = 20.0  # standard deviation before the point spread, which reduces it to 23 %
+PAPYRUS_INTENSITY, GAP_INTENSITY = 128.0, 62.0
+NOISE_INTENSITY = 20.0  # standard deviation before the point spread, which reduces it to 23 %
 SLAB = 16  # z planes computed at once, so that temporaries stay in the CPU's cache
 
 UNIT_VARIANCE = 1.4443281 / 6  # normalises cubic B-spline noise, per axis, averaged over the cell
@@ -186,7 +186,7 @@ class Phantom:
         """The voxels of the half-open box [start, stop).
 
         Returns:
-            grey: uint8 (z, y, x); 0 = masked air, 1..255 elsewhere.
+            intensity: uint8 (z, y, x); 0 = masked air, 1..255 elsewhere.
             label: uint8 (z, y, x); 1 = papyrus sheet, 0 = gap or air.
         """
         zs, ys, xs = (np.arange(lo - 1, hi + 1) for lo, hi in zip(start_zyx, stop_zyx, strict=True))
@@ -195,13 +195,13 @@ class Phantom:
         for z in range(0, len(zs), SLAB):
             sharp[z : z + SLAB], kind[z : z + SLAB] = self._slab(zs[z : z + SLAB], ys, xs)
         kind = kind[1:-1]
-        grey = _blur(sharp, 0)
-        np.clip(grey, 1, 255, out=grey)
-        grey += np.float32(0.5)
-        return grey.astype(np.uint8) * (kind > 0), (kind == 2).astype(np.uint8)
+        intensity = _blur(sharp, 0)
+        np.clip(intensity, 1, 255, out=intensity)
+        intensity += np.float32(0.5)
+        return intensity.astype(np.uint8) * (kind > 0), (kind == 2).astype(np.uint8)
 
     def _slab(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, UInt8]:
-        """Grey values blurred along y and x but not z, and kinds: 0 masked air, 1 gap, 2 papyrus.
+        """Intensities blurred along y and x but not z, and kinds: 0 masked air, 1 gap, 2 papyrus.
 
         The coordinates have a halo of 1 at each end; the result has none in y and x.
         """
@@ -210,15 +210,15 @@ class Phantom:
         solid, fibre = self._sheets(u, turn, zs)
         solid *= (u >= 1) & (u <= self._windings)
         mottle = _smooth((self._seed, MOTTLE), (5.0, 5.0, 5.0), zs, ys, xs)
-        grey = fibre * np.float32(9)
-        grey += np.float32(PAPYRUS_GREY - GAP_GREY)
-        grey += mottle * np.float32(3)
-        grey += np.maximum(mottle - np.float32(3.4), 0) * np.float32(250)  # rare bright grains
-        grey *= solid
-        grey += np.float32(GAP_GREY)
-        grey += _white((self._seed, CT_NOISE), zs, ys, xs) * np.float32(NOISE_GREY)
+        intensity = fibre * np.float32(9)
+        intensity += np.float32(PAPYRUS_INTENSITY - GAP_INTENSITY)
+        intensity += mottle * np.float32(3)
+        intensity += np.maximum(mottle - np.float32(3.4), 0) * np.float32(250)  # rare bright grains
+        intensity *= solid
+        intensity += np.float32(GAP_INTENSITY)
+        intensity += _white((self._seed, CT_NOISE), zs, ys, xs) * np.float32(NOISE_INTENSITY)
         kind = inside.astype(np.uint8) + (inside & (solid >= 0.5))
-        return _blur(_blur(grey, 1), 2), kind[:, 1:-1, 1:-1]
+        return _blur(_blur(intensity, 1), 2), kind[:, 1:-1, 1:-1]
 
     def _winding(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, Float32]:
         """Spiral coordinate u, an integer between two sheets, and angle in turns [-0.5, 0.5]; both after the crush."""
@@ -285,7 +285,7 @@ def write_phantom(
     """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or resume.
 
     Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape of at least
-    `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: grey values by the rounded mean of 2x2x2 voxels,
+    `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: intensities by the rounded mean of 2x2x2 voxels,
     labels by their majority (a tie is papyrus).  Calls `on_progress` after each chunk of any level with the unit, the
     number done and the total.
 
@@ -300,7 +300,7 @@ def write_phantom(
     record = {"seed": seed, "shape_zyx": list(shape_zyx), "chunk": chunk}
     plan, phantom = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1), Phantom(seed, shape_zyx)
     if has_partial(paths[1], PHANTOM) and not has_partial(path, PHANTOM) and not path.exists():
-        shutil.rmtree(partial_path(paths[1]))  # labels without grey values, whose chunks would be skipped
+        shutil.rmtree(partial_path(paths[1]))  # labels without intensities, whose chunks would be skipped
     stored = done = 0
     with ExitStack() as held:
         unfinished = [each for each in paths if not is_finished(each, record, PHANTOM)]
@@ -314,7 +314,7 @@ def write_phantom(
             on_progress("chunks", done, todo)
 
         def read(box: Box) -> UInt8:
-            """The voxels of the last target; if that is the labels, writes the grey values first."""
+            """The voxels of the last target; if that is the labels, writes the intensities first."""
             voxels = dict(zip(paths, phantom.box(*box), strict=True))
             for other in targets[:-1]:
                 count(other.write(0, triple(lo // chunk for lo in box[0]), voxels[other.out]))
@@ -324,7 +324,7 @@ def write_phantom(
         todo = len(targets) * len(targets[-1].missing(0)) + coarser if targets else 0
         for target in targets[-1:]:
             target.fill(0, read, count)
-        for target in reversed(targets):  # the grey values are renamed last, so their name implies that all is complete
+        for target in reversed(targets):  # the intensities are renamed last, so their name implies that all is complete
             target.fill_coarser(count)
             target.publish(multiscale(target.out.stem, LEVELS, [VOXEL_UM] * 3, ["micrometer"] * 3))
     return {

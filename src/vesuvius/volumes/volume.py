@@ -103,7 +103,7 @@ class Volume:
 
     @cached_property
     def fill_value(self) -> float:
-        """Grey value of absent chunks (air); `nan_value` if the array's own fill value is NaN or infinite.
+        """Intensity of absent chunks (air); `nan_value` if the array's own fill value is NaN or infinite.
 
         An int for integer dtypes, because large ones are not exact in float64.
         """

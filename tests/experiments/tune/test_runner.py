@@ -135,8 +135,8 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         # Another batch is another process, with another seed.  It does not measure the data again.
         facts = read_facts(trials / "data_facts.pt", config.data)
         assert facts is not None
-        greys = IntensityRanges((IntensityRange(-7.0, 777.0),), ())
-        write_facts(trials / "data_facts.pt", config.data, replace(facts, greys=greys))
+        intensities = IntensityRanges((IntensityRange(-7.0, 777.0),), ())
+        write_facts(trials / "data_facts.pt", config.data, replace(facts, intensities=intensities))
         assert lab.measure(other, "step", 0.2, _HANG_S).ended == "ok"
         assert not psutil.pid_exists(pid)
         assert pid_of(trials / "001") != pid

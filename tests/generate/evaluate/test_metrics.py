@@ -196,7 +196,7 @@ def test_patches_without_texture_are_unknown_and_metrics_are_plain_json() -> Non
 
 
 def test_a_copy_is_found_at_any_position_brightness_and_contrast() -> None:
-    """A search at some places alone, or of grey values as they are, would miss most of them."""
+    """A search at some places alone, or of intensities as they are, would miss most of them."""
     trained = scroll(0, (24, 48, 48), air=False)
     distances = nearest_distances([trained], 0.4 * patches(trained, 24, 1) + 0.3, AugmentConfig())
     assert np.mean(distances < 0.02) > 0.9, "air is clipped, so a little is left"

@@ -23,14 +23,14 @@ from vesuvius.generate.evaluate.patches import (
     generated_set,
     open_generated,
 )
-from vesuvius.generate.sample_zarr import to_grey_values
+from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.box import box_at
 
-GREY = IntensityRange(0, 255)
+INTENSITY = IntensityRange(0, 255)
 
 
 PATCH, COUNT = (8, 16, 16), 48
@@ -59,19 +59,19 @@ def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
         validation=ValidationConfig(fraction=0.35),
         **data,
     )
-    return RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
+    return RealSource(0, config, None, [INTENSITY], (INTENSITY, np.dtype(np.uint8)))
 
 
 def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
-    """Augmented training patches in grey values, as `vesuvius sample` stores generated ones.
+    """Augmented training patches in intensities, as `vesuvius sample` stores generated ones.
 
     Far apart in its order: neighbours are cut from the same regions.
     """
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
-    values = normalised(apply_symmetries(raw, shown), np.repeat(intensity_scales([GREY]), COUNT, 0)).numpy()
-    return to_grey_values(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
+    values = normalised(apply_symmetries(raw, shown), np.repeat(intensity_scales([INTENSITY]), COUNT, 0)).numpy()
+    return to_intensities(values, INTENSITY, np.dtype(np.uint8)).astype(np.uint8)
 
 
 def judged(source: RealSource, found: GeneratedPatches) -> Comparison:
@@ -133,7 +133,7 @@ def test_samples_with_conditions_that_training_never_draws_are_dropped(tmp_path:
         validation=ValidationConfig(fraction=0.5),
         min_foreground=0.5,
     )
-    source = RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
+    source = RealSource(0, config, None, [INTENSITY], (INTENSITY, np.dtype(np.uint8)))
     places = np.array([(0, 0, y, 100) for y in (0, 4, 8, 12, 16) * 8])
     stored = np.stack([scan[:8, y : y + 16, :16] for _, _, y, _ in places])
     shown = generated_set(GeneratedPatches(stored, places), source, has_condition=True)

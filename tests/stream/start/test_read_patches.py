@@ -55,8 +55,8 @@ def test_damaged_patches_are_excluded_from_the_intensity_range_and_released(
     (path / "0/0/0").write_bytes(b"torn")
     config = DataConfig(volumes=(VolumeConfig(path=server.url_of(path)),), patch_size=(8, 16, 16))
     data = prepare_data(0, config)
-    (grey,) = data.intensity_ranges(config).volumes
-    assert grey.low < grey.high
+    (intensity,) = data.intensity_ranges(config).volumes
+    assert intensity.low < intensity.high
     assert "A patch is excluded from the intensity range: Cannot read chunk" in caplog.text
     staging = data.volumes[0]._staging
     assert staging is not None

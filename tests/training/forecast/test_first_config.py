@@ -23,7 +23,7 @@ from vesuvius.training.forecast import first_config as module
 from vesuvius.training.forecast import micro_batch
 from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, choose_level, fit_patch
 from vesuvius.training.forecast.start_log import convolution_flops_s
-from vesuvius.volume_tools.info import GreyStatistics, LevelFacts, Occupancy, VolumeFacts
+from vesuvius.volume_tools.info import IntensityStats, LevelFacts, Occupancy, VolumeFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FULL: Triple = (72, 136, 136)
@@ -139,11 +139,11 @@ def test_a_volume_too_small_in_y_and_x_is_refused() -> None:
 
 
 def test_without_known_occupancy_a_coarse_level_is_the_foreground_mask() -> None:
-    grey = GreyStatistics(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
-    config = module._data(volume(present=None, levels=6, grey=grey), FULL, True)
+    intensity = IntensityStats(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
+    config = module._data(volume(present=None, levels=6, intensity=intensity), FULL, True)
     assert (config.min_foreground, config.foreground.source) == (0.5, "level")
     assert config.foreground.level == 5, "the finest of at most 32 million voxels"
-    for unknown in (volume(present=None, grey=grey), volume(present=None)):
+    for unknown in (volume(present=None, intensity=intensity), volume(present=None)):
         assert module._data(unknown, FULL, True).min_foreground == 0
 
 

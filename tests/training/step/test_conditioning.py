@@ -56,7 +56,7 @@ def test_intensity_conditions_are_normalised_by_their_volumes_range_and_marked_a
     condition = conditioner(raw, [0, 1])
     assert condition is not None
     assert condition.shape == (2, 2, 2, 3, 4)
-    # grey 50 lies in the middle of 0..100, grey 150 at the top of 100..150
+    # intensity 50 lies in the middle of 0..100, intensity 150 at the top of 100..150
     assert [float(part.unique()) for part in condition[:, 0]] == [0.0, 1.0]
     assert condition[:, 1].unique().tolist() == [1.0]
 
@@ -96,10 +96,10 @@ def test_a_condition_is_augmented_with_its_patch(tmp_path: Path) -> None:
         condition_normalize={"low": 0.0, "high": 255.0},
     )
     data = prepare_data(0, config.data)
-    greys = data.intensity_ranges(config.data)
+    intensities = data.intensity_ranges(config.data)
     options = StreamOptions(8, workers=0)
-    conditioner = Conditioner(None, greys.conditions, CPU)
-    feed = TrainingFeed(DeviceFeed(CPU, options, data.job, greys.volumes), conditioner)
+    conditioner = Conditioner(None, intensities.conditions, CPU)
+    feed = TrainingFeed(DeviceFeed(CPU, options, data.job, intensities.volumes), conditioner)
     with feed.open():
         batch = feed.next(HostClock())
     assert batch.condition is not None

@@ -65,7 +65,7 @@ def test_a_grid_shows_every_cell_once_and_is_roughly_square(count: int) -> None:
     cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
     picture = np.asarray(draw_grid(cells, "t", Scale.of(None, 1)))
     found = [int((picture == 100 + number).sum()) for number in range(count)]
-    # a few pixels of the letters may be as grey as a cell
+    # a few pixels of the letters may be as intensity as a cell
     assert all(abs(n - 100 * 120) < 400 for n in found), found
     height, width = picture.shape
     assert 0.3 < (height - LINE) / width < 2

@@ -27,7 +27,7 @@ from vesuvius.training.validation.validation import ValidationPatches
 
 SHAPE = (8, 16, 16)
 SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
-GREYS = (IntensityRange(0, 255),)
+INTENSITIES = (IntensityRange(0, 255),)
 CPU = torch.device("cpu")
 
 
@@ -43,8 +43,8 @@ def reference(patches: int = 3, held_out: bool = True) -> ValidationPatches:
     """Its condition is the patch itself."""
     stored = np.random.default_rng(0).integers(0, 256, (patches, *SHAPE)).astype(np.uint8)
     fixed = FixedPatches(held_out, (0,) * patches, ((0, 0, 0),) * patches, stored, stored)
-    conditioner = Conditioner(None, GREYS, CPU)
-    return ValidationPatches(fixed, IntensityRanges(GREYS, GREYS), conditioner, CPU)
+    conditioner = Conditioner(None, INTENSITIES, CPU)
+    return ValidationPatches(fixed, IntensityRanges(INTENSITIES, INTENSITIES), conditioner, CPU)
 
 
 def smooth(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:

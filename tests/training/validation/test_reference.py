@@ -33,10 +33,10 @@ def two_scans(folder: Path) -> Config:
 
 def open_reference(config: Config, count: int) -> tuple[FixedPatches, ValidationPatches]:
     data = prepare_data(config.seed, config.data)
-    greys = data.intensity_ranges(config.data)
+    intensities = data.intensity_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
-    conditioner = Conditioner(config.data.labels, greys.conditions, CPU)
-    return fixed, ValidationPatches(fixed, greys, conditioner, CPU)
+    conditioner = Conditioner(config.data.labels, intensities.conditions, CPU)
+    return fixed, ValidationPatches(fixed, intensities, conditioner, CPU)
 
 
 def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_path: Path) -> None:
@@ -44,13 +44,13 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     fixed, reference = open_reference(config, 8)
     assert set(fixed.volumes) == {0, 1}
     data = prepare_data(config.seed, config.data)
-    greys = data.intensity_ranges(config.data)
+    intensities = data.intensity_ranges(config.data)
     x_0, condition = reference.x_0(range(8)), reference.condition(range(8))
     assert condition is not None
     assert x_0.dtype == torch.float32
     assert x_0.shape == (8, 1, 8, 16, 16)
     for row, number in enumerate(fixed.volumes):
-        low, high = greys.volumes[number].low, greys.volumes[number].high
+        low, high = intensities.volumes[number].low, intensities.volumes[number].high
         # 1e-5: float32 rounding of model values near 1.
         np.testing.assert_allclose(x_0[row, 0], (fixed.patches[row] - low) * 2 / (high - low) - 1, rtol=0, atol=1e-5)
         # The condition's voxels and range are twice its volume's, so its model values are the same.

@@ -112,16 +112,16 @@ def test_planarity_of_patches_counts_each_place_by_its_contrast_and_of_none_is_u
 
 
 def test_the_spread_of_means_is_over_patches() -> None:
-    patches = [np.full((4, 4, 4), grey, np.float32) for grey in (-1, 0, 1)]
+    patches = [np.full((4, 4, 4), intensity, np.float32) for intensity in (-1, 0, 1)]
     assert measure_texture(patches).means_std == pytest.approx(math.sqrt(2 / 3))
     patches[0][0, 0, 0] = np.nan
     assert measure_texture(patches).means_std == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("grey", [-2.16, -5])  # -5 is beyond the histogram, which counts it in its first bin
-def test_air_is_what_is_darker_than_the_material(grey: float) -> None:
+@pytest.mark.parametrize("intensity", [-2.16, -5])  # -5 is beyond the histogram, which counts it in its first bin
+def test_air_is_what_is_darker_than_the_material(intensity: float) -> None:
     patch = np.linspace(-1.49, 1, 1000, dtype=np.float32).reshape(10, 10, 10)
-    patch[:3] = grey
+    patch[:3] = intensity
     assert measure_texture([patch]).air == pytest.approx(0.3)
 
 

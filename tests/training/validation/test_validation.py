@@ -46,20 +46,20 @@ def config_of(batch: int = 4, conditional: bool = False, patches: int = PATCHES,
 def make_reference(
     count: int = PATCHES,
     conditional: bool = False,
-    grey: int | None = None,
+    intensity: int | None = None,
     device: torch.device = CPU,
     share: Callable[[FixedPatches], FixedPatches | None] = lambda fixed: fixed,
 ) -> ValidationPatches:
     """Patches of random voxels or of one value; 0 ... 255 are the model values -1 ... 1."""
     voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
-    if grey is not None:
-        voxels[...] = grey
-    greys = IntensityRanges((IntensityRange(0, 255),), (IntensityRange(0, 255),) if conditional else ())
-    conditioner = Conditioner(None, greys.conditions, device)
+    if intensity is not None:
+        voxels[...] = intensity
+    intensities = IntensityRanges((IntensityRange(0, 255),), (IntensityRange(0, 255),) if conditional else ())
+    conditioner = Conditioner(None, intensities.conditions, device)
     fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
     held = share(fixed)
     assert held is not None
-    return ValidationPatches(held, greys, conditioner, device)
+    return ValidationPatches(held, intensities, conditioner, device)
 
 
 def spectrum() -> Spectrum:

@@ -26,7 +26,7 @@ def add_info(commands: Commands) -> None:
     info = commands.add_parser(
         "info",
         help="describe a volume, or its alignment with another array",
-        description="Describe a volume: levels, chunks, codec, stored chunks, grey values of random boxes.  "
+        description="Describe a volume: levels, chunks, codec, stored chunks, intensities of random boxes.  "
         "(`vesuvius train --dry-run` describes how patches are read.)",
         examples=("vesuvius volume info scroll.zarr --level 1", "vesuvius volume info scroll.zarr labels.zarr"),
     )
@@ -47,7 +47,7 @@ def add_info(commands: Commands) -> None:
         help=f"size of a box in voxels (default: {size})",
     )
     info.add_argument(
-        "--places", type=natural, default=16, help="number of boxes to sample grey values from (default: 16)"
+        "--places", type=natural, default=16, help="number of boxes to sample intensities from (default: 16)"
     )
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")

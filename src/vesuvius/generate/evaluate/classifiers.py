@@ -22,7 +22,7 @@ _BATCH = 32
 _VIEWS = 8
 _VIEW_VOXELS = 2**13
 
-_GREYS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+_INTENSITIES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 _EDGES = (0.1, 0.5, 0.9)
 _BLOCK = 4  # voxels along each axis over which the structure tensor is averaged
 _LEAST_SQUARE = 1e-6  # squared difference of model values below which a block counts as flat
@@ -130,11 +130,11 @@ def _scores(branches: nn.ModuleList, seen: _Views, random: torch.Generator) -> F
 def patch_features(patch: NDArray[np.float32]) -> Floats:
     """Return the features of a patch [Z, Y, X]: float64 [F], where F depends on the shape only.
 
-    Quantiles of the grey values; then, for the patch and its copies halved again and again, the logarithms of the mean
+    Quantiles of the intensities; then, for the patch and its copies halved again and again, the logarithms of the mean
     eigenvalues of the structure tensor (Foerstner 1986) and of quantiles of the largest one: strength and direction of
     edges.
     """
-    scale, features = torch.from_numpy(patch)[None, None], [torch.from_numpy(np.quantile(patch, _GREYS))]
+    scale, features = torch.from_numpy(patch)[None, None], [torch.from_numpy(np.quantile(patch, _INTENSITIES))]
     while min(scale.shape[2:]) > 1:
         eigenvalues = _structure(scale[0, 0])
         strongest = eigenvalues[:, -1].quantile(torch.tensor(_EDGES, dtype=torch.float64))

@@ -82,9 +82,11 @@ def evaluate(
         raise ConfigError(f"--out {out} already exists; choose another folder")
     config = info.config
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
-    facts, grey = info.data.volumes[asked.volume_index], info.data.greys.volumes[asked.volume_index]
+    facts, intensity = info.data.volumes[asked.volume_index], info.data.intensities.volumes[asked.volume_index]
     splits = [Split(volume.train, volume.validation) for volume in info.data.volumes if volume.train]
-    source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype), splits or None)
+    source = RealSource(
+        config.seed, config.data, number, info.data.intensities.volumes, (intensity, facts.dtype), splits or None
+    )
     place_of = 0 if number is not None else asked.volume_index  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
     patch, count, found = config.data.patch_size, asked.count, None
@@ -232,10 +234,10 @@ def plain(comparison: Comparison) -> dict[str, Any]:
 def _charts(comparison: Comparison) -> list[Chart]:
     textures = {_NAMES[of]: texture for of, texture in comparison.textures.items()}
     middles = (HISTOGRAM_EDGES[:-1] + HISTOGRAM_EDGES[1:]) / 2
-    greys = [banded(of, middles, texture.histogram) for of, texture in textures.items()]
+    intensities = [banded(of, middles, texture.histogram) for of, texture in textures.items()]
     power = [banded(of, texture.frequency, texture.power) for of, texture in textures.items()]
     is_log = all((texture.power > 0).all() for texture in textures.values())
-    found = chart("histogram", "Grey values", "share of voxels", greys, x_label="model value")
+    found = chart("histogram", "Intensities", "share of voxels", intensities, x_label="model value")
     found += chart("spectrum", "Radial power spectrum", "power", power, x_label="cycles per voxel", log=is_log)
     for axis, name in enumerate("zyx"):
         series = [

@@ -1,7 +1,7 @@
 """The patches to compare, as model values: held-out, training and generated ones.  Reads files.
 
 A model that has learned its training data generates patches as training shows them: flipped, rotated, brighter or
-darker.  So each real patch gets a random augmentation of training, and is rounded to grey values as generated patches
+darker.  So each real patch gets a random augmentation of training, and is rounded to intensities as generated patches
 are.  Generated patches with an orientation not chosen by the model, because they are cut from one volume or follow
 conditions in their stored orientation, are flipped and rotated like real ones.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_grey_values, to_grey_values, to_model_values
+from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_intensities, to_intensities, to_model_values
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
 from vesuvius.plan.make_plan import Split
@@ -84,7 +84,7 @@ class RealSource:
 
     Args:
         volume_index: volume to compare with; None = all.
-        greys: intensity range of each volume of the run.
+        intensities: intensity range of each volume of the run.
         generated: intensity range and dtype of generated patches.
     """
 
@@ -93,7 +93,7 @@ class RealSource:
         seed: int,
         config: DataConfig,
         volume_index: int | None,
-        greys: Sequence[IntensityRange],
+        intensities: Sequence[IntensityRange],
         generated: tuple[IntensityRange, np.dtype[Any]],
         splits: Sequence[Split] | None = None,
     ) -> None:
@@ -104,9 +104,9 @@ class RealSource:
             )
         if volume_index is not None:
             config = config.model_copy(update={"volumes": (config.volumes[volume_index],)})
-            greys = [greys[volume_index]]
+            intensities = [intensities[volume_index]]
             splits = splits and [splits[volume_index]]
-        self.config, self.stored_as, self._scales = config, generated, intensity_scales(greys)
+        self.config, self.stored_as, self._scales = config, generated, intensity_scales(intensities)
         self.data: PreparedData = prepare_data(seed, config, splits=splits)
 
     def read(self, count: int) -> RealPatches:
@@ -154,7 +154,7 @@ class RealSource:
         shown = [augmentation_of(seed, self.data.plan.augment, row) for row in rows]
         raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
         values = normalised(raw, self._scales[locations[:, 0]]).numpy()
-        return PatchSet(to_model_values(to_grey_values(values, *self.stored_as), self.stored_as[0]), locations)
+        return PatchSet(to_model_values(to_intensities(values, *self.stored_as), self.stored_as[0]), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """Return all training voxels or, if they are too many, those around training patches."""
@@ -298,7 +298,7 @@ def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bo
                 f"and an evaluation needs {LEAST_PATCHES}; increase --count"
             )
         voxels, locations, at = voxels[rows], locations[rows], [at[row] for row in rows]
-    raw = torch.from_numpy(np.ascontiguousarray(cast_grey_values(voxels, source.stored_as[1])))
+    raw = torch.from_numpy(np.ascontiguousarray(cast_intensities(voxels, source.stored_as[1])))
     if has_condition or locations is not None:
         turns = [augmentation_of(_GENERATED, source.data.plan.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)

@@ -142,10 +142,10 @@ class Inputs(AbstractContextManager["Inputs"]):
             gaps[slices(intersection(volume.grid.box_of(chunk), there), there[0])] = True
         return gaps
 
-    def known(self, box: Box, grey: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
+    def known(self, box: Box, intensity: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
         """Return known voxels, standardised, with NaN in the gaps.  Raises DataError."""
         assert self.inpaint is not None
-        voxels = torch.from_numpy(to_model_values(self.read(self.inpaint, box), grey))
+        voxels = torch.from_numpy(to_model_values(self.read(self.inpaint, box), intensity))
         values = schedule.standardised(voxels[None])[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
 
@@ -167,7 +167,9 @@ class TrainingCondition(Inputs):
         )
         self._box = split.validation or split.train
         low, high = (min(config.labels), max(config.labels)) if config.labels else (0, 0)
-        self.grey = IntensityRange(low, max(low + 1, high)) if config.labels else facts.greys.conditions[volume_index]
+        self.intensity = (
+            IntensityRange(low, max(low + 1, high)) if config.labels else facts.intensities.conditions[volume_index]
+        )
 
     def start_zyx(self, sample: int) -> Triple:
         """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""

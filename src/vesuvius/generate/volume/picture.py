@@ -59,8 +59,8 @@ def check_picture(request: VolumeRequest, picture: Path) -> None:
 
 def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     """Write a PNG with the middle slices of a finished volume and of its labels.  Raises DataError, StorageError."""
-    grey = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.greys.volumes[request.volume_index]
-    shown, scale = _volume_slices(request.out, grey)
+    intensity = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.intensities.volumes[request.volume_index]
+    shown, scale = _volume_slices(request.out, intensity)
     cells = [MontageCell("generated from the labels" if request.labels_out else "generated", shown)]
     if request.labels_out is not None:
         cells.insert(0, MontageCell("labels", _volume_slices(request.labels_out, None)[0]))
@@ -71,8 +71,8 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
         grid.save(picture, pnginfo=mark)
 
 
-def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, Scale]:
-    """Middle slices of an OME-Zarr, black to white over `grey` (None = from 0 to the largest value); their scale."""
+def _volume_slices(path: Path, intensity: IntensityRange | None) -> tuple[UInt8, Scale]:
+    """Middle slices of a volume, black to white over `intensity` (None = from 0 to the largest value); their scale."""
     for level in itertools.count():
         with open_volume(ArrayConfig(path=str(path), level=level)) as volume:
             shape, size_um = volume.shape_zyx, volume.voxel_size_um
@@ -82,9 +82,9 @@ def _volume_slices(path: Path, grey: IntensityRange | None) -> tuple[UInt8, Scal
             z, y, x = (size // 2 for size in shape)
             faces = volume[z], volume[:, y], volume[:, :, x]
             break
-    grey = grey or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
+    intensity = intensity or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
     scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
-    across_z, across_y, across_x = (to_model_values(face, grey) for face in faces)
+    across_z, across_y, across_x = (to_model_values(face, intensity) for face in faces)
     return joined_slices(across_z, across_y, across_x, scale), scale
 
 
@@ -103,7 +103,7 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     `generate_volume`.
     """
     info = read_checkpoint_info(find_checkpoint(run))
-    data, spec, grey = info.config.data, info.config.data.volumes[0], info.data.greys.volumes[0]
+    data, spec, intensity = info.config.data, info.config.data.volumes[0], info.data.intensities.volumes[0]
     assert spec.condition is not None
     box = held_out_box(info, most_zyx)
     given = InputConfig(condition=spec.condition, box=box)
@@ -118,9 +118,9 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
         "y (bottom)"
     )
     columns = {
-        "real (held out)": to_model_values(real, grey),
+        "real (held out)": to_model_values(real, intensity),
         "labels": labels * (2 / max(1, labels.max())) - 1,
-        "generated from the labels": to_model_values(generated, grey),
+        "generated from the labels": to_model_values(generated, intensity),
     }
     scale = Scale.of(info.data.volumes[0].voxel_size_um, _SCALE)
     width = round(labels.shape[2] * scale.pixels_zyx[2])
@@ -128,7 +128,7 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     textures = {
         name: measure_texture(patches_of(columns[name], data.patch_size)) for name in columns if name != "labels"
     }
-    drawn = with_charts(draw_grid(cells, title, scale, len(cells)), textures, grey, _CHARTS_PX)
+    drawn = with_charts(draw_grid(cells, title, scale, len(cells)), textures, intensity, _CHARTS_PX)
     with storage_errors(f"the picture {picture}", f"free some space; {out} is complete"):
         drawn.save(picture)
 

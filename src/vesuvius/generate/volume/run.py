@@ -32,7 +32,7 @@ from vesuvius.generate.common import (
     resolve_checkpoint,
     translate_gpu_oom,
 )
-from vesuvius.generate.sample_zarr import to_grey_values
+from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.generate.volume import tasks
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.tasks import BlockArray, Blocks, RunTasks, TaskRunner, VolumeJob, VolumeSampler
@@ -133,7 +133,7 @@ class _Volume:
         assert shape is not None
         source = inputs.inpaint
         self.dtype = source.dtype if source is not None else facts.volumes[request.volume_index].dtype
-        self._grey = facts.greys.volumes[request.volume_index]
+        self._intensity = facts.intensities.volumes[request.volume_index]
         self._schedule = Schedule.from_config(config.diffusion, facts.spectrum)
         # chunks of at most 128 voxels along each axis; levels down to one chunk, at most six
         levels = min(_LEVELS, levels_to_one(shape, _CHUNK))
@@ -191,7 +191,7 @@ class _Volume:
 
         if inputs.inpaint is not None:
             known = BlockArray(folder / "known", tiling)
-            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, self._grey, self._schedule))
+            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, self._intensity, self._schedule))
         if (condition := inputs.condition) is not None:
             target = BlockArray(folder / "condition", tiling, condition.dtype)
             copy_blocks(target, "--condition", lambda box: inputs.read(condition, box))
@@ -233,7 +233,7 @@ class _Volume:
         def read(box: Box) -> NDArray[Any]:
             progress.check()
             values = np.asarray(self._schedule.model_values(x.read(box, used)))  # type: ignore[arg-type]
-            voxels = to_grey_values(values, self._grey, self.dtype)
+            voxels = to_intensities(values, self._intensity, self.dtype)
             if self.inputs.inpaint is None:
                 return voxels
             return np.where(self.inputs.gaps(box), voxels, self.inputs.read(self.inputs.inpaint, box))

@@ -194,8 +194,8 @@ class PreparedData:
                     "voxel_size_um": volume.voxel_size_um,
                     "train": split.train,
                     "validation": split.validation,
-                    "grey_low": intensity.low,
-                    "grey_high": intensity.high,
+                    "intensity_low": intensity.low,
+                    "intensity_high": intensity.high,
                 }
                 for spec, volume, split, intensity in zip(
                     config.volumes, self.volumes, self.splits, ranges.volumes, strict=True

@@ -80,7 +80,7 @@ def compare_initial(source: Path, now: Config, data_now: DataFacts | None) -> li
         cause = "" if isinstance(error, FileNotFoundError) else f" ({one_line(error)})"
         return [
             f"{source} comes without the config of its run{cause}; make sure yourself that prediction, noise, "
-            "timesteps, strides, heads and grey values are those it was trained with"
+            "timesteps, strides, heads and intensities are those it was trained with"
         ]
     with suppress(StorageError):  # only the weights and their config were copied
         data_then = DataFacts.from_state(load_state(source.parent / STATE, mmap=True), source.parent / STATE)

@@ -40,7 +40,7 @@ class ResumePoint:
 
     @property
     def other_data(self) -> bool:
-        """Whether grey ranges and quarantine belong to other data; a new plan version alone keeps them valid."""
+        """Whether intensity ranges and quarantine belong to other data; a new plan version alone keeps them valid."""
         of_data = [line for line in self.accepted if line.startswith(("plan.", "data.", "dtype "))]
         return any(not line.startswith(_PLAN_VERSION) for line in of_data)
 

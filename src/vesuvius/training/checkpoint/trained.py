@@ -64,7 +64,7 @@ class DataFacts:
     """The data that a model was trained on; one entry per `data.volumes` in the tuples."""
 
     volumes: tuple[TrainedVolume, ...]
-    greys: IntensityRanges  # their grey ranges
+    intensities: IntensityRanges  # their intensity ranges
     spectrum: Spectrum  # of their voxels
 
     @property
@@ -81,10 +81,10 @@ class DataFacts:
             | {key: tuple(map(str, vars(volume)[key])) for key in _ALIGNMENT}
             for volume in self.volumes
         ]
-        greys = {"greys": self.greys.volumes, "condition_greys": self.greys.conditions}
+        intensities = {"intensities": self.intensities.volumes, "condition_intensities": self.intensities.conditions}
         return {
             "volumes": volumes,
-            **{key: [[grey.low, grey.high] for grey in ranges] for key, ranges in greys.items()},
+            **{key: [[intensity.low, intensity.high] for intensity in ranges] for key, ranges in intensities.items()},
             "spectrum": self.spectrum.state_dict(),
         }
 
@@ -98,10 +98,10 @@ class DataFacts:
                 known |= {key: stored.get(key) for key in _LATER}
                 known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
-            greys, conditions = (
-                tuple(IntensityRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys")
+            intensities, conditions = (
+                tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
-            return cls(tuple(volumes), IntensityRanges(greys, conditions), Spectrum.from_state(state["spectrum"]))
+            return cls(tuple(volumes), IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"]))
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "

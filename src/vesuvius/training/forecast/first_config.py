@@ -283,12 +283,15 @@ def _fits(config: Config, data: PreparedData) -> bool:
 
 def _stored(volume: VolumeFacts) -> tuple[float, str]:
     """Share of stored chunks (1 if unknown), and a description: of all chunks or of a random sample."""
-    present, total, grey = volume.occupancy.present, max(volume.occupancy.total, 1), volume.grey
+    present, total, intensity = volume.occupancy.present, max(volume.occupancy.total, 1), volume.intensity
     if present is not None:
         return present / total, f", {format_percent(present * 1000 // total / 1000)} of the chunks are stored"
-    if grey is None or not grey.tried or grey.found is None:
+    if intensity is None or not intensity.tried or intensity.found is None:
         return 1.0, ""
-    return grey.found / grey.tried, f", {grey.found} of {grey.tried} randomly chosen chunks are stored"
+    return (
+        intensity.found / intensity.tried,
+        f", {intensity.found} of {intensity.tried} randomly chosen chunks are stored",
+    )
 
 
 def _text(config: Config, summary: dict[str, str], volume: VolumeFacts) -> str:

@@ -125,8 +125,8 @@ def preflight(
     facts = known if known and known.volumes == trained_volumes(data) else None
     if resumed:
         facts = None if resumed.other_data else DataFacts.from_state(resumed.state, resumed.checkpoint)
-    greys = facts.greys if facts else data.intensity_ranges(config.data)
-    spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, greys)
+    intensities = facts.intensities if facts else data.intensity_ranges(config.data)
+    spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, intensities)
     # Read before the run starts, so that nothing fails weeks later.  A dry run only plans their positions.
     count = fixed_count(config.training, data)
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
@@ -136,8 +136,12 @@ def preflight(
         found = Path(given if os.path.exists(given) else getattr(given, "written", given))
         weights, source = read_initial_weights(found)
         check_initial_weights(network, weights)
-        initial = weights, source, compare_initial(source, config, DataFacts(trained_volumes(data), greys, spectrum))
-    size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), greys, spectrum)
+        initial = (
+            weights,
+            source,
+            compare_initial(source, config, DataFacts(trained_volumes(data), intensities, spectrum)),
+        )
+    size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), intensities, spectrum)
     free = _check_disk(directory.path, size)
     return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)
 

@@ -78,13 +78,13 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
 def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
     """Volumes with their split, intensity range and regions, sampling and noise, as read by `world` ranks."""
     data, plan, spectrum, lines = checked.data, checked.data.plan, checked.facts.spectrum, list[str]()
-    facts = zip(data.volumes, data.splits, checked.facts.greys.volumes, plan.volumes, strict=True)
-    for index, (volume, split, grey, planned) in enumerate(facts):
+    facts = zip(data.volumes, data.splits, checked.facts.intensities.volumes, plan.volumes, strict=True)
+    for index, (volume, split, intensity, planned) in enumerate(facts):
         stored = f"{format_sizes(volume.shape_zyx)} {volume.dtype}, chunks {format_sizes(volume.chunk_zyx)}"
         held_out = format_box(split.validation) if split.validation else "none"
         region = format_sizes(planned.cells.region_zyx(plan.patch_zyx))
         lines += [
-            f"volume     {volume.name}: {stored}, intensities {grey.low:g} to {grey.high:g} map to -1 to 1",
+            f"volume     {volume.name}: {stored}, intensities {intensity.low:g} to {intensity.high:g} map to -1 to 1",
             f"  split    training {format_box(split.train)}; validation {held_out}",
             f"  regions  {region}, read amplification {plan.read_amplification(index, world):.2f}",
         ]

@@ -29,12 +29,14 @@ class Conditioner:
     """Converts the stored condition voxels of a batch to network input on `device`.
 
     Args:
-        labels: stored label value of each class; None: conditions are grey values.
-        greys: grey range of each volume's condition; empty for labels and without conditions.
+        labels: stored label value of each class; None: conditions are intensities.
+        intensities: intensity range of each volume's condition; empty for labels and without conditions.
     """
 
-    def __init__(self, labels: Sequence[int] | None, greys: Sequence[IntensityRange], device: torch.device) -> None:
-        self._labels, self._scales, self._device = labels, intensity_scales(greys), device
+    def __init__(
+        self, labels: Sequence[int] | None, intensities: Sequence[IntensityRange], device: torch.device
+    ) -> None:
+        self._labels, self._scales, self._device = labels, intensity_scales(intensities), device
 
     def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
         """Condition channels of a batch, given its stored voxels [B, 1, Z, Y, X], if any, and the samples' volumes."""
@@ -55,7 +57,7 @@ class TrainingBatch:
     """A batch on the model's device."""
 
     indices: NDArray[np.int64]  # int64 [B], on the host
-    x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
+    x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low intensity -1, high intensity +1
     eps: Tensor  # noise, same shape as x_0
     condition: Condition  # condition input of the network, augmented with its patch
     stored: Batch  # the batch as it was read

@@ -119,11 +119,11 @@ def joined_slices(across_z: NDArray[Any], across_y: NDArray[Any], across_x: NDAr
 
 
 def _enlarged(face: NDArray[Any], high: float, wide: float) -> UInt8:
-    """Grey values of a slice, each voxel so many pixels high and wide."""
+    """Intensities of a slice, each voxel so many pixels high and wide."""
     rows, columns = (np.arange(round(n * each)) // each for n, each in zip(face.shape, (high, wide), strict=True))
     shown = np.clip(np.nan_to_num(face, nan=-1), -1, 1)
-    grey: UInt8 = ((shown + 1) * 127.5).astype(np.uint8)[np.ix_(rows.astype(int), columns.astype(int))]
-    return grey
+    intensity: UInt8 = ((shown + 1) * 127.5).astype(np.uint8)[np.ix_(rows.astype(int), columns.astype(int))]
+    return intensity
 
 
 def middle_slice(patch: NDArray[Any], scale: Scale) -> UInt8:
@@ -178,7 +178,7 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def with_charts(
-    montage: Image.Image, textures: Mapping[str, Texture], grey: IntensityRange | None, height: int = 300
+    montage: Image.Image, textures: Mapping[str, Texture], intensity: IntensityRange | None, height: int = 300
 ) -> Image.Image:
     """A montage with histograms and radial power spectra below it, `height` pixels high.
 
@@ -186,16 +186,16 @@ def with_charts(
 
     Args:
         textures: name in the legend -> texture, real first.
-        grey: grey values of the model values -1 and +1; None if they differ between volumes.
+        intensity: intensities of the model values -1 and +1; None if they differ between volumes.
     """
     # imported here, because most sessions draw nothing for hours
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    edges, label = HISTOGRAM_EDGES, "grey value: -1 to +1 of each volume's range"
-    if grey is not None:
-        edges, label = grey.low + (edges + 1) / 2 * (grey.high - grey.low), "grey value"
+    edges, label = HISTOGRAM_EDGES, "intensity: -1 to +1 of each volume's range"
+    if intensity is not None:
+        edges, label = intensity.low + (edges + 1) / 2 * (intensity.high - intensity.low), "intensity"
     with style.context(["dark_background", _STYLE]):
         width = max(montage.width, MIN_WIDTH)
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
@@ -208,7 +208,7 @@ def with_charts(
         used = np.flatnonzero(sum(np.nan_to_num(texture.histogram) for texture in textures.values()))
         if len(used):
             left.set_xlim(edges[used[0]], edges[used[-1] + 1])
-        left.set(title="Grey values", xlabel=label, ylabel="share of voxels")
+        left.set(title="Intensities", xlabel=label, ylabel="share of voxels")
         right.set(title="Radial power spectrum", xlabel="cycles per voxel", ylabel="power", yscale="log")
         left.legend()
         right.legend()
@@ -263,7 +263,7 @@ def make_preview(
 
     rows = range(PREVIEWED)
     real = [reference.x_0([row])[0, 0].cpu().numpy() for row in range(len(reference))]
-    shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
+    shown = [intensities for row in rows if (intensities := reference.condition_intensities(row)) is not None]
     given = "labels" if config.data.labels else "condition"
     name, without = (f"generated from {given}" if shown else "generated"), None
     columns = {f"real, {'held out' if reference.held_out else 'from training'}": real[: len(rows)]}
@@ -290,7 +290,7 @@ def make_preview(
     ]
     montage = draw_grid(cells, f"{config.name}, step {step}", scale, len(cells))
     textures = {"real": both["real"], name: both["generated"]}
-    with_charts(montage, textures, reference.grey).save(png := io.BytesIO(), format="PNG")
+    with_charts(montage, textures, reference.intensity).save(png := io.BytesIO(), format="PNG")
     file = where(run / picture)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, png.getvalue())

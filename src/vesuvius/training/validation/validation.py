@@ -45,13 +45,13 @@ class ValidationPatches:
     """
 
     def __init__(
-        self, fixed: FixedPatches, greys: IntensityRanges, conditioner: Conditioner, device: torch.device
+        self, fixed: FixedPatches, intensities: IntensityRanges, conditioner: Conditioner, device: torch.device
     ) -> None:
         self.held_out = fixed.held_out
         self._fixed = fixed
-        self._scales = intensity_scales(greys.volumes)
+        self._scales = intensity_scales(intensities.volumes)
         # of all volumes, or None if they differ
-        self.grey = greys.volumes[0] if len(set(greys.volumes)) == 1 else None
+        self.intensity = intensities.volumes[0] if len(set(intensities.volumes)) == 1 else None
         self._conditioner = conditioner
         self._device = device
 
@@ -69,14 +69,14 @@ class ValidationPatches:
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
         return self._conditioner(raw, self._volumes(rows))
 
-    def condition_greys(self, row: int) -> NDArray[np.float32] | None:
-        """The condition of a patch as a picture, [Z, Y, X] from -1 to 1: its greys, or its labels; None without one."""
+    def condition_intensities(self, row: int) -> NDArray[np.float32] | None:
+        """A condition as a picture, [Z, Y, X] from -1 to 1: its intensities, or its labels; None without one."""
         channels = self.condition([row])
         if channels is None:
             return None
         shown = channels[0, :-1]  # the last says that it is there
-        greys = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
-        return greys.float().cpu().numpy()
+        intensities = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
+        return intensities.float().cpu().numpy()
 
     def _volumes(self, rows: Sequence[int]) -> list[int]:
         return [self._fixed.volumes[row - self._fixed.first] for row in rows]
@@ -86,14 +86,14 @@ class ValidationPatches:
         return to_device(torch.from_numpy(stored[[row - self._fixed.first for row in rows]]), self._device)
 
 
-def measure_spectrum(data: PreparedData, config: DataConfig, greys: IntensityRanges) -> Spectrum:
+def measure_spectrum(data: PreparedData, config: DataConfig, intensities: IntensityRanges) -> Spectrum:
     """Spectrum that training sees: of 16 to 64 patches, the same for the same data, in all augmentations.
 
     Raises DataError: too few patches can be read.
     """
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
-    scales = intensity_scales(greys.volumes)[list(found.volumes)]
+    scales = intensity_scales(intensities.volumes)[list(found.volumes)]
     return Spectrum.of(normalised(torch.from_numpy(found.patches), scales)).augmented(**dict(data.plan.augment))
 
 

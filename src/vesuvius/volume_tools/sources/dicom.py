@@ -102,7 +102,7 @@ def open_dicom(path: Path, inside: str = "") -> Stored:
             raise refuse(path, problem, "keep images of one size, kind and orientation per folder")
     rows, columns, samples, kind, _ = first.form
     if kind not in ("MONOCHROME1", "MONOCHROME2", "RGB") and "YBR" not in str(kind):
-        raise refuse(path, f"its pixels are {kind}, not grey or RGB", "convert it to MONOCHROME2")
+        raise refuse(path, f"its pixels are {kind}, not gray or RGB", "convert it to MONOCHROME2")
     if kind == "MONOCHROME1":
         log.warning("%s: low values mean bright (MONOCHROME1); they are kept as they are", path)
     bits = max(int(each.get("BitsStored", 8 * each.dtype.itemsize)) for each in slices)

@@ -159,9 +159,9 @@ def _check_page(page: Any) -> None:
     check_length(Path(page.parent.filehandle.path), max(ends))
 
 
-def _with_z(file: Path, names: str, shape: tuple[int, ...], is_grey: bool) -> tuple[str, tuple[int, ...]]:
+def _with_z(file: Path, names: str, shape: tuple[int, ...], is_gray: bool) -> tuple[str, tuple[int, ...]]:
     """Name one axis Z, if none is: the last one longer than 1, channels after others; colors never."""
-    others = [axis for axis, name in enumerate(names) if name not in ("YX" if is_grey else "YXS")]
+    others = [axis for axis, name in enumerate(names) if name not in ("YX" if is_gray else "YXS")]
     if "Z" in names or not others:
         return (names, shape) if "Z" in names else (f"Z{names}", (1, *shape))
     chosen = max(others, key=lambda axis: (shape[axis] > 1, names[axis] not in "CS", axis))
@@ -184,7 +184,7 @@ def _png_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any], str]:
     with library.open(file) as image:
         form = image.tile[0][3]
         if form not in _PNG_DTYPES:
-            raise refuse(file, f"its pixels are {form}, not grey of 1, 8 or 16 bits", "convert the slices to grey")
+            raise refuse(file, f"its pixels are {form}, not gray of 1, 8 or 16 bits", "convert the slices to gray")
         return image.size[::-1], np.dtype(_PNG_DTYPES[form]), "YX"
 
 
