@@ -177,7 +177,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
     """The arguments that identify a copy, as plain JSON."""
     address = request.source.path
     return {
-        "source": volume.source.shown if volume.source.remote else str(Path(address).resolve()),
+        "source": volume.source.display_address if volume.source.remote else str(Path(address).resolve()),
         "level": request.source.level,
         "select": list(request.source.select),
         "start_zyx": list(box[0]),

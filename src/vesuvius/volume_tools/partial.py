@@ -42,10 +42,8 @@ from vesuvius.volumes.box import (
     Box,
     chunk_box,
     chunk_ranges,
-    doubled,
     grid_shape,
     intersection,
-    moved,
     shape_of,
     slices,
     triple,
@@ -83,7 +81,7 @@ class PartialCopy:
         for file in map(triple, np.ndindex(grid_shape(counts, self._per_file))):
             if not self._file(level, file).exists():
                 start, stop = chunk_box(file, self._per_file, counts)
-                found += (moved(start, offset) for offset in np.ndindex(shape_of((start, stop))))
+                found += (translate(start, offset) for offset in np.ndindex(shape_of((start, stop))))
         return found
 
     def fill(
@@ -151,7 +149,7 @@ class PartialCopy:
         voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
         for index in product(*chunk_ranges(box, half)):
             part = intersection(chunk_box(index, half, box[1]), box)
-            voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(doubled(part))]))
+            voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(upsample2(part))]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:

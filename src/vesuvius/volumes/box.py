@@ -18,16 +18,16 @@ def triple(zyx: Iterable[T]) -> tuple[T, T, T]:
     return z, y, x
 
 
-def moved(start_zyx: Triple, by_zyx: Iterable[int]) -> Triple:
+def translate(start_zyx: Triple, by_zyx: Iterable[int]) -> Triple:
     return triple(start + by for start, by in zip(start_zyx, by_zyx, strict=True))
 
 
-def times(shape_zyx: Triple, factors: Triple) -> Triple:
+def scale(shape_zyx: Triple, factors: Triple) -> Triple:
     return triple(size * factor for size, factor in zip(shape_zyx, factors, strict=True))
 
 
 def box_at(start_zyx: Triple, shape_zyx: Triple) -> Box:
-    return start_zyx, moved(start_zyx, shape_zyx)
+    return start_zyx, translate(start_zyx, shape_zyx)
 
 
 def box_along(ends: Iterable[tuple[int, int]]) -> Box:
@@ -37,12 +37,12 @@ def box_along(ends: Iterable[tuple[int, int]]) -> Box:
 
 
 def shifted(box: Box, by_zyx: Triple) -> Box:
-    return moved(box[0], by_zyx), moved(box[1], by_zyx)
+    return translate(box[0], by_zyx), translate(box[1], by_zyx)
 
 
-def doubled(box: Box) -> Box:
+def upsample2(box: Box) -> Box:
     """Scale a box of the next pyramid level to this one; it may end one voxel past the array."""
-    return times(box[0], (2, 2, 2)), times(box[1], (2, 2, 2))
+    return scale(box[0], (2, 2, 2)), scale(box[1], (2, 2, 2))
 
 
 def is_inside(box: Box, shape_zyx: Triple) -> bool:
@@ -57,8 +57,8 @@ def grid_shape(shape_zyx: Triple, chunk_zyx: Triple) -> Triple:
 
 def chunk_box(index_zyx: Triple, chunk_zyx: Triple, shape_zyx: Triple) -> Box:
     """The voxels of a chunk, clipped to the array."""
-    start = times(index_zyx, chunk_zyx)
-    return start, triple(map(min, moved(start, chunk_zyx), shape_zyx))
+    start = scale(index_zyx, chunk_zyx)
+    return start, triple(map(min, translate(start, chunk_zyx), shape_zyx))
 
 
 def chunk_ranges(box: Box, chunk_zyx: Triple) -> tuple[range, range, range]:

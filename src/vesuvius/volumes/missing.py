@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, warn_once
-from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices, times, triple
+from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, scale, slices, triple
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm, ShardIndexError, key_form
 from vesuvius.volumes.errors import FetchError, RefusedError, UnreadableChunkError
 from vesuvius.volumes.store.source import Source
@@ -58,13 +58,13 @@ class MetadataCheck:
         self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
         if found is None:
             raise DataError(
-                f"Cannot read {key} of {self._source.shown}: the volume is gone (deleted, or its file system is no "
-                "longer mounted); restore it, then continue with --resume"
+                f"Cannot read {key} of {self._source.display_address}: the volume is gone (deleted, or its file system is "
+                "no longer mounted); restore it, then continue with --resume"
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(
-                f"Cannot continue reading {self._source.shown}: it has been replaced (the metadata in {key} changed "
-                "since the start); start a new run for another volume"
+                f"Cannot continue reading {self._source.display_address}: it has been replaced (the metadata in {key} "
+                "changed since the start); start a new run for another volume"
             )
         self._known = found
 
@@ -187,7 +187,7 @@ def _stored_objects(grids: list[ChunkGrid]) -> tuple[list[set[Triple]], bool]:
         try:
             page = list(itertools.islice(source.list_keys(folder), most))
         except DataError as error:
-            log.debug("checking keys of %s without a listing: %s", source.shown, error)
+            log.debug("checking keys of %s without a listing: %s", source.display_address, error)
         else:
             found = [{index for key in page if (index := grid.index_of_key(key)) is not None} for grid in grids]
             if most is None or len(page) < most:
@@ -234,7 +234,7 @@ def _only_empty_shards(grid: ChunkGrid, stored: set[Triple]) -> bool:
         return False
     chunks = triple(s // c for s, c in zip(grid.shard_zyx, grid.chunk_zyx, strict=True))
     try:
-        return not any(grid.present_in_shard(times(index, chunks)).any() for index in sorted(stored))
+        return not any(grid.present_in_shard(scale(index, chunks)).any() for index in sorted(stored))
     except (ShardIndexError, RefusedError):  # reading the shard reports it
         return False
 

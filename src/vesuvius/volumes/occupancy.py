@@ -24,7 +24,7 @@ from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.alignment import Alignment, log_alignment
-from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, slices, times, triple
+from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, scale, slices, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import Volume, open_volume
@@ -254,7 +254,7 @@ def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
     drawn = np.random.default_rng(0).integers(math.prod(grid.object_counts_zyx), size=64)
     sample = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
     per_object = triple(-(-n // c) for n, c in zip(occupancy.shape, grid.object_counts_zyx, strict=True))
-    unlisted = (i for i in sample if not occupancy[slices(box_at(times(i, per_object), per_object))].any())
+    unlisted = (i for i in sample if not occupancy[slices(box_at(scale(i, per_object), per_object))].any())
     keys = list(dict.fromkeys(map(grid.object_key, unlisted)))[:_PROBES]
     added = sorted(set(keys) - set(volume.source.absent(keys)))
     return f"is out of date: {added[0]} is stored but not listed" if added else ""
@@ -286,7 +286,7 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
         return objects
     per_shard = grid_shape(grid.shard_zyx, grid.chunk_zyx)
     occupancy, damaged = np.zeros(grid.counts_zyx, bool), list[str]()
-    firsts = [times(triple(shard), per_shard) for shard in np.argwhere(objects).tolist()]
+    firsts = [scale(triple(shard), per_shard) for shard in np.argwhere(objects).tolist()]
 
     def present_in(first: Triple) -> Bools | str:
         try:

@@ -288,13 +288,13 @@ class Volume:
             except (DataError, ClosedError):
                 raise
             except CancelledError:
-                raise ClosedError(f"{self.source.shown} was closed; open it again") from None
+                raise ClosedError(f"{self.source.display_address} was closed; open it again") from None
             except Exception as error:  # codecs and stores may raise anything
                 if not tries_left:
                     if isinstance(error.__cause__ or error, ReplacedError):
                         raise RefusedError(
-                            f"{one_line(error, 400)}, {_TRIES} times in a row: {self.source.shown} is being written; "
-                            "wait until that is finished, or copy the volume to a disk"
+                            f"{one_line(error, 400)}, {_TRIES} times in a row: {self.source.display_address} is being "
+                            "written; wait until that is finished, or copy the volume to a disk"
                         ) from error
                     raise self._unreadable(box, chunk, error) from error
                 log.debug("fetching chunk %s of %s again after %s", list(chunk), self.name, one_line(error))
@@ -380,19 +380,19 @@ def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, 
     if node.is_array:
         if spec.level:
             raise DataError(
-                f"Cannot open level {spec.level} of {source.shown}: a bare array has only level 0; set level to 0 or "
-                "point path at the OME-Zarr group"
+                f"Cannot open level {spec.level} of {source.display_address}: a bare array has only level 0; set level "
+                "to 0 or point path at the OME-Zarr group"
             )
-        return node, None, source.shown
+        return node, None, source.display_address
     level = pick_level(source, node.document["attributes"], spec)
     node = read_node(source, level.path)
     if node is None or not node.is_array:
         problem = "is not there" if node is None else "is a group"
         raise DataError(
-            f"Cannot open level {spec.level} of {source.shown}: {level.path!r} {problem}; copy the missing level or "
-            "choose another"
+            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing level "
+            "or choose another"
         )
-    return node, level, f"{source.shown} level {spec.level}"
+    return node, level, f"{source.display_address} level {spec.level}"
 
 
 def _check_nan(nan: Nan, array: zarr.Array[Any], name: str) -> None:

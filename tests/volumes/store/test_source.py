@@ -168,8 +168,8 @@ def test_a_web_address_is_sent_as_written_with_its_query_after_each_key(address:
     assert {asked.target for asked in server.asked} == {TARGETS[address]}
     expected = "Basic " + base64.b64encode(b"me:se cret").decode()
     assert {asked.headers.get("authorization") for asked in server.asked} == {expected}
-    assert "se%20cret" not in source.shown
-    assert "sig" not in source.shown
+    assert "se%20cret" not in source.display_address
+    assert "sig" not in source.display_address
 
 
 def test_a_google_address_is_opened_without_network_access(monkeypatch: pytest.MonkeyPatch) -> None:

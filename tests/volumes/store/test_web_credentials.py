@@ -150,7 +150,7 @@ def test_no_error_or_log_line_contains_a_secret_even_if_the_server_echoes_it(
         assert sent(server) in ({f"Bearer {SECRET}"}, {basic(f"me:{SECRET}")})
     assert (status[:3] == "404") == (not texts)
     assert (status[:3] == "403") == (source.forbidden is not None)
-    for text in (*texts, source.forbidden or "", source.shown, caplog.text):
+    for text in (*texts, source.forbidden or "", source.display_address, caplog.text):
         for secret in (SECRET, basic(f"me:{SECRET}")[6:]):
             assert secret not in text
 

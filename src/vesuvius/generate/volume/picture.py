@@ -30,7 +30,7 @@ from vesuvius.training.validation.pictures import (
 )
 from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.partial import partial_path
-from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, times, triple
+from vesuvius.volumes.box import Box, box_along, box_at, scale, shape_of, slices, triple
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
@@ -136,4 +136,4 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
 def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
     """The patches of a volume that lie next to each other, partial ones left out."""
     grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
-    return [voxels[slices(box_at(times(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
+    return [voxels[slices(box_at(scale(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]

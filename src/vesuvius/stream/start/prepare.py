@@ -186,7 +186,7 @@ class PreparedData:
             "plan": self.plan.describe(),
             "volumes": [
                 {
-                    "path": volume.source.shown,
+                    "path": volume.source.display_address,
                     "level": spec.level,
                     "shape": list(volume.shape_zyx),
                     "dtype": volume.dtype.name,

@@ -17,7 +17,7 @@ from vesuvius.volume_tools.sources import containers, dicom, files, medical, sli
 from vesuvius.volume_tools.sources.files import Stored, library_errors, refuse
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import Axes
-from vesuvius.volumes.store.objects import is_remote, shown_address
+from vesuvius.volumes.store.objects import display_address, is_remote
 
 _OPENERS: dict[str, Callable[[Path], Stored]] = {
     ".tif": slices.open_tiff, ".tiff": slices.open_tiff, ".btf": slices.open_tiff, ".npy": files.open_npy,
@@ -81,7 +81,7 @@ def _split(path: str) -> tuple[Path, str]:
             return Path(head), path[len(head) + 1 :]
     if is_remote(path):
         remedy = "download it first; `vesuvius volume copy` reads only zarr from there"
-        raise refuse(shown_address(path), "it is an address, and only files on a disk can be imported", remedy)
+        raise refuse(display_address(path), "it is an address, and only files on a disk can be imported", remedy)
     file = Path(path.rpartition(":")[0] or path)
     there = next(each for each in file.absolute().parents if each.exists())
     problem = f"there is no {file}" if there == file.absolute().parent else f"the folder {there} has no such path"

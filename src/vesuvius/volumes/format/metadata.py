@@ -65,7 +65,7 @@ def read_node(source: Source, path: str) -> Node | None:
         else:
             stored = [source.get(key) for key in keys]
     except FetchError as error:
-        raise DataError(f"Cannot read the metadata of {source.shown}: {error}; restore them") from error
+        raise DataError(f"Cannot read the metadata of {source.display_address}: {error}; restore them") from error
     for key, data in zip(keys[:3], stored, strict=False):
         if data is not None:
             document = _parsed(source, key, data)
@@ -105,7 +105,7 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
 
 
 def _unreadable(source: Source, key: str, cause: str, remedy: str) -> DataError:
-    return DataError(f"Cannot read the metadata {key} of {source.shown}: {cause}; {remedy}")
+    return DataError(f"Cannot read the metadata {key} of {source.display_address}: {cause}; {remedy}")
 
 
 def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
@@ -201,14 +201,14 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
         paths = tuple(str(dataset["path"]) for dataset in datasets)
     except (KeyError, IndexError, TypeError) as error:
         what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
-        address = source.shown.rstrip("/")
+        address = source.display_address.rstrip("/")
         raise DataError(
             f"Cannot open {address}: it is {what} without multiscales metadata, not an array or an OME-Zarr image; "
             f"{_choice(source) or f'set path to an array or image in it: {address}/NAME'}"
         ) from error
     if spec.level >= len(paths):
         raise DataError(
-            f"Cannot open level {spec.level} of {source.shown}: its levels are 0..{len(paths) - 1}; change "
+            f"Cannot open level {spec.level} of {source.display_address}: its levels are 0..{len(paths) - 1}; change "
             "data.volumes[].level"
         )
     version = entry.get("version", ome.get("version"))
@@ -220,7 +220,9 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
 def no_zarr_error(source: Source) -> DataError:
     """The error for an address without zarr metadata.  Reads."""
     if source.forbidden:
-        return DataError(f"Cannot open {source.shown}: {source.forbidden}; check the address and the credentials")
+        return DataError(
+            f"Cannot open {source.display_address}: {source.forbidden}; check the address and the credentials"
+        )
     what, remedy = "", "set path to the zarr itself (it holds .zarray, .zgroup or zarr.json)"
     if not source.remote and Path(source.address).is_file():
         what, remedy = ", but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
@@ -230,7 +232,7 @@ def no_zarr_error(source: Source) -> DataError:
         remedy = _choice(source) or _import_command(source, names) or remedy
     elif not source.remote:
         what = ", but an empty folder"
-    return DataError(f"Cannot open {source.shown}: it is neither a zarr array nor a group{what}; {remedy}")
+    return DataError(f"Cannot open {source.display_address}: it is neither a zarr array nor a group{what}; {remedy}")
 
 
 def _import_command(source: Source, names: Sequence[str]) -> str:
@@ -250,7 +252,7 @@ def _choice(source: Source) -> str:
         folders = [name for name in folders if any(Path(source.address, name, each).is_file() for each in _FILES[:3])]
     folders.sort(key=lambda name: int(name) if name.isdigit() else math.inf)
     more = f" (and {len(folders) - _NAMED} more)" if len(folders) > _NAMED else ""
-    paths = [f"{source.shown.rstrip('/')}/{name}" for name in folders[:_NAMED]]
+    paths = [f"{source.display_address.rstrip('/')}/{name}" for name in folders[:_NAMED]]
     return f"set path to {' or '.join(paths)}{more}" if paths else ""
 
 

@@ -135,13 +135,13 @@ def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def shown_address(address: str) -> str:
+def display_address(address: str) -> str:
     """An address for messages: without the user, password and query of a web address, which may be secrets."""
     return redact(address, {}) if address.startswith(("http://", "https://")) else address
 
 
 def last_name(address: str) -> str:
-    return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
+    return display_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
 
 
 def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
@@ -184,7 +184,7 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
     except (BaseError, ValueError) as error:
         variables = f" and the variables {_ENVIRONMENTS[scheme]}" if scheme in _ENVIRONMENTS else ""
         raise DataError(
-            f"Cannot open {shown_address(address)}: {reason(error)}; check the address{variables}"
+            f"Cannot open {display_address(address)}: {reason(error)}; check the address{variables}"
         ) from error
 
 
@@ -206,7 +206,7 @@ class RemoteStore:
         self.signing = find_signing(address, config.anonymous).words
         scheme = address.partition("://")[0]
         self.can_list = scheme not in _WEB  # plain web servers cannot
-        self._name = shown_address(address)
+        self._name = display_address(address)
         self._has_suffixes = False if scheme == "az" else None  # whether it supports suffix ranges; None = unknown
 
     @property

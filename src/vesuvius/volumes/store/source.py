@@ -21,7 +21,7 @@ from vesuvius.errors import DataError, warn_once
 from vesuvius.threads import Pool, renew_after_fork
 from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
 from vesuvius.volumes.store.cache import open_cache
-from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, is_remote, shown_address
+from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, display_address, is_remote
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 T = TypeVar("T")
@@ -51,13 +51,15 @@ class Source:
         self.remote = is_remote(address)
         self.figures = SourceFigures()
         self.forbidden: str | None = None  # the answer to the last `probing` read that the store forbade
-        self.shown = shown_address(address)  # for messages
+        self.display_address = display_address(address)  # for messages
         self._root = Path(address).absolute()  # meaningful for folders only
         self._store = RemoteStore(address, config) if self.remote else LocalFiles(self._root)
         self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
         self._stamps: dict[str, str] = {}  # of objects that the cache holds, as last seen in the store
-        self._retrier = Retrier(self.shown, config, has_answered or not self.remote, self._is_retryable, self.count)
+        self._retrier = Retrier(
+            self.display_address, config, has_answered or not self.remote, self._is_retryable, self.count
+        )
         self._pool = Pool(config.requests, "fetch")
         renew_after_fork(self)
 
@@ -116,7 +118,7 @@ class Source:
                 self._keep_stamp(key, answer.stamp)
                 cache.put(name, f"{answer.stamp}\n".encode() + answer.data)
             else:
-                warn_once("%s sends no ETags: its objects are not cached in data.store.cache_dir", self.shown)
+                warn_once("%s sends no ETags: its objects are not cached in data.store.cache_dir", self.display_address)
         return answer.data, answer.stamp
 
     def submit(self, key: str, byte_range: ByteRange | None = None, probing: bool = False) -> Future[bytes | None]:
@@ -166,7 +168,7 @@ class Source:
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         if self._retrier.closed.is_set():
-            raise ClosedError(f"{self.shown} was closed; open it again")
+            raise ClosedError(f"{self.display_address} was closed; open it again")
         return self._pool.submit(function, *arguments)
 
     def close(self) -> None:
@@ -200,18 +202,18 @@ class Source:
     def _listed(self, prefix: str, read: Callable[[], T]) -> T:
         if not self.can_list:
             raise DataError(
-                f"Cannot list the chunks of {self.shown}: web servers cannot be listed; put a `.chunk_occupancy.npz` "
-                "next to level 0, or set data.foreground.source=level"
+                f"Cannot list the chunks of {self.display_address}: web servers cannot be listed; put a "
+                "`.chunk_occupancy.npz` next to level 0, or set data.foreground.source=level"
             )
         what = f"the listing of {prefix or 'all keys'}"
         try:
             return self._retrier.run(what, read)
         except (BaseError, OSError, ProtocolError) as error:
             if status_of(error) in (None, 400) and not isinstance(error, OSError):
-                raise refusal(error, what, self.shown, self.remote, self._signing) from error
+                raise refusal(error, what, self.display_address, self.remote, self._signing) from error
             signing = f" ({self._signing})" if self._signing else ""
             raise DataError(
-                f"Cannot list the chunks of {self.shown}: {reason(error)}{signing}; allow listing, or set "
+                f"Cannot list the chunks of {self.display_address}: {reason(error)}{signing}; allow listing, or set "
                 "data.foreground.source=level"
             ) from error
 
@@ -225,7 +227,7 @@ class Source:
             if isinstance(error, PermissionDeniedError) and (probing or self.config.forbidden_is_absent):
                 self.forbidden = f"{reason(error)} ({self._signing})" if self._signing else reason(error)
                 return None
-            raise refusal(error, key, self.shown, self.remote, self._signing) from error
+            raise refusal(error, key, self.display_address, self.remote, self._signing) from error
 
     def _is_retryable(self, error: BaseException) -> bool:
         """Whether an error is transient.  An I/O error of one file is not if the metadata are readable."""
