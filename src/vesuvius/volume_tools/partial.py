@@ -46,7 +46,9 @@ from vesuvius.volumes.box import (
     intersection,
     shape_of,
     slices,
+    translate,
     triple,
+    upsample2,
 )
 
 T = TypeVar("T")

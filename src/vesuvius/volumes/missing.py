@@ -58,8 +58,8 @@ class MetadataCheck:
         self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
         if found is None:
             raise DataError(
-                f"Cannot read {key} of {self._source.display_address}: the volume is gone (deleted, or its file system is "
-                "no longer mounted); restore it, then continue with --resume"
+                f"Cannot read {key} of {self._source.display_address}: the volume is gone (deleted, or its file system "
+                "is no longer mounted); restore it, then continue with --resume"
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(

@@ -389,8 +389,8 @@ def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, 
     if node is None or not node.is_array:
         problem = "is not there" if node is None else "is a group"
         raise DataError(
-            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing level "
-            "or choose another"
+            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing "
+            "level or choose another"
         )
     return node, level, f"{source.display_address} level {spec.level}"
 
