@@ -108,12 +108,12 @@ def test_values_are_those_that_the_header_means(tmp_path: Path, case: str, caplo
     assert ("MONOCHROME1" in caplog.text) == (case == "inverted")
 
 
-def test_colours_are_selected(tmp_path: Path) -> None:
-    colours = np.random.default_rng(0).integers(0, 255, (*SHAPE, 3)).astype("u1")
+def test_colors_are_selected(tmp_path: Path) -> None:
+    colors = np.random.default_rng(0).integers(0, 255, (*SHAPE, 3)).astype("u1")
     about = {"SamplesPerPixel": 3, "PhotometricInterpretation": "RGB", "PlanarConfiguration": 0, "BitsAllocated": 8}
     about |= {"BitsStored": 8, "HighBit": 7, "RescaleSlope": None, "RescaleIntercept": None}
-    found, _ = run(series(tmp_path / "scan", lambda z: about | {"PixelData": colours[z].tobytes()}), 1)
-    np.testing.assert_array_equal(found, colours[..., 1])
+    found, _ = run(series(tmp_path / "scan", lambda z: about | {"PixelData": colors[z].tobytes()}), 1)
+    np.testing.assert_array_equal(found, colors[..., 1])
 
 
 def test_a_coronal_series_is_turned_to_that_of_the_patient(tmp_path: Path) -> None:

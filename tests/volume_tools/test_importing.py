@@ -104,7 +104,7 @@ def tiff_series(metadata: Any = None, *starts: int, **options: Any) -> Any:
     return write
 
 
-def colour_slices(planarconfig: str) -> Any:
+def color_slices(planarconfig: str) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
         import tifffile
 
@@ -280,7 +280,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         tiff(imagej=True, metadata={"axes": "ZYX", "spacing": 3.0, "unit": "\\u00B5m"}, resolution=(2.0, 4.0)),
         {"scale": (3, 0.25, 0.5), "units": [UM] * 3},
     ),
-    "tiff, colours": (
+    "tiff, colors": (
         tiff("v.tif", others(3), photometric="rgb", compression="lzw"),
         {"dtype": "uint8", "select": (1,)},
     ),
@@ -302,8 +302,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "slices, appended, zlib": (tiff_series(compression="zlib"), {}),
     "blocks, appended": (tiff_series(None, 10, 30), {}),
     "named axes": (tiff(like=lambda v: v.T.copy(), metadata={"axes": "XYZ"}, compression="zlib"), {}),
-    "colour slices": (colour_slices("contig"), {"dtype": "uint8", "select": (1,)}),
-    "colour slices, planar": (colour_slices("separate"), {"dtype": "uint8", "select": (1,)}),
+    "color slices": (color_slices("contig"), {"dtype": "uint8", "select": (1,)}),
+    "color slices, planar": (color_slices("separate"), {"dtype": "uint8", "select": (1,)}),
     "slices, lzw": (slices(".TIFF", compression="lzw"), {}),
     "slices, a strange tag": (strange_tags, {}),
     "png": (slices(".png"), {}),
@@ -337,7 +337,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"dtype": "float64", "scale": (3, 2, 1), "units": [MM] * 3, "turned": "y"},
     ),
     "nrrd, detached": (nrrd("v.nhdr"), {"dtype": ">u4"}),
-    "nrrd, colours first": (nrrd(like=others(3), kinds=["vector", "domain", "domain", "domain"]), {"select": (1,)}),
+    "nrrd, colors first": (nrrd(like=others(3), kinds=["vector", "domain", "domain", "domain"]), {"select": (1,)}),
     "npy": (npy(lambda voxels: voxels), {"dtype": ">u2"}),
     "npy, Fortran order": (npy(np.asfortranarray), {"dtype": "int8"}),
     "n5": (n5, {"scale": (2, 3, 4), "units": [UM] * 3}),
@@ -648,7 +648,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         slices(".tif"), over(save(PAGE[:50])), r"s_20.tif: it has 50x71 uint16, but s_8.tif has 52x71 uint16"
     ),
     "a slice of another dtype": (slices(".png"), over(save(PAGE.astype("u1"))), "has 52x71 uint8, but s_8"),
-    "a colour slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "are RGB, not gray"),
+    "a color slice": (slices(".png"), over(save(np.stack([PAGE.astype("u1")] * 3, -1))), "are RGB, not gray"),
     "a slice of 4 bits": (slices(".png"), over(png_of_4_bits), "are L;4, not gray"),
     "a slice of two pages": (slices(".tif"), over(save(np.stack([PAGE] * 2))), "it has 2 pages"),
     "two kinds": (
@@ -663,9 +663,9 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         tiff("v.tif", lambda v: np.stack([v, v])), None, "axes QZYX of shape 2x37x52x71; .*, e.g. --select 0$"
     ),
     "channels": (tiff("v.ome.tif", others(0), ome=True, metadata={"axes": "CZYX"}), None, "CZYX .*, e.g. --select 0$"),
-    "colours": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*, e.g. --select 0$"),
+    "colors": (tiff("v.tif", others(3), photometric="rgb"), None, r"axes ZYXS of .*, e.g. --select 0$"),
     "complex": (npy(lambda voxels: voxels.astype("c8")), None, "voxels are complex64, not bool"),
-    "colours as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes"),
+    "colors as one": (npy(lambda v: v.astype([("r", "u1"), ("g", "u1")])), None, "floats of up to 8 bytes"),
     "two axes": (npy(lambda voxels: voxels[0]), None, "it has axes YX of shape 52x71, not Z, Y, X"),
     "no such dataset": (hdf5(), "v.h5:/other", r"v.h5: it has no dataset /other .*; choose one: \S+v.h5:/entry/data"),
     "nrrd as text": (nrrd(encoding="ascii"), None, "encoding is ascii .*; convert it"),
@@ -678,7 +678,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_bad_sources_are_refused_and_leave_no_volume(tmp_path: Path, case: str) -> None:
     write, change, words = WRONG[case]
-    source = write(tmp_path, scan("uint8" if case == "colours" else "uint16"))
+    source = write(tmp_path, scan("uint8" if case == "colors" else "uint16"))
     if isinstance(change, str):
         source = str(tmp_path / change)
     elif change is not None:

@@ -384,7 +384,7 @@ def test_the_axes_are_those_that_the_file_names(tmp_path: Path, case: str, caplo
     assert ("the axes have no names" in caplog.text) == (case == "nothing")
 
 
-def test_an_image_of_colours_is_no_volume(tmp_path: Path) -> None:
+def test_an_image_of_colors_is_no_volume(tmp_path: Path) -> None:
     source = save_raw_nrrd(tmp_path / "v.nrrd", {"kinds": "RGB-color domain domain"}, scan("uint8", (20, 30, 3)))
     with pytest.raises(DataError, match="axes YXC of shape 20x30x3, not Z, Y, X"):
         run(source)

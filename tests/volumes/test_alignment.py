@@ -33,9 +33,9 @@ F = Fraction
 
 
 def voxel_at(alignment: Alignment, axis: int, place: int) -> int | None:
-    """The array voxel that contains the centre of a voxel (on a boundary the lower one), by exhaustive search."""
-    centre, factor, offset = place + F(1, 2), alignment.factors[axis], alignment.offsets[axis]
-    holding = [j for j in range(alignment.array_zyx[axis]) if offset + j * factor < centre <= offset + (j + 1) * factor]
+    """The array voxel that contains the center of a voxel (on a boundary the lower one), by exhaustive search."""
+    center, factor, offset = place + F(1, 2), alignment.factors[axis], alignment.offsets[axis]
+    holding = [j for j in range(alignment.array_zyx[axis]) if offset + j * factor < center <= offset + (j + 1) * factor]
     return holding[0] if holding else None
 
 
@@ -58,7 +58,7 @@ def a_box(draw: Any, within: Box) -> Box:
 
 
 @given(alignment=placed(), data=st.data())
-def test_every_voxel_maps_to_the_array_voxel_at_its_centre(alignment: Alignment, data: st.DataObject) -> None:
+def test_every_voxel_maps_to_the_array_voxel_at_its_center(alignment: Alignment, data: st.DataObject) -> None:
     array, covered = textured(alignment.array_zyx, seed=1), alignment.covered
     for axis, size in enumerate(alignment.volume_zyx):
         there = [place for place in range(size) if voxel_at(alignment, axis, place) is not None]
@@ -170,8 +170,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
     "twice as coarse, a crop between coarse voxels": (
         {}, {"scale": 8, "shape": (8, 9, 10), "translation": (44, 20, 4)}, 2, (11, 5, 1),
     ),
-    "twice, four and three times, by centres": ({}, {"scale": (8, 16, 12), "translation": (2, 6, 4)}, (2, 4, 3), 0),
-    "a coarse raw level by centres, finer labels": (
+    "twice, four and three times, by centers": ({}, {"scale": (8, 16, 12), "translation": (2, 6, 4)}, (2, 4, 3), 0),
+    "a coarse raw level by centers, finer labels": (
         {"scale": 8, "translation": 2}, {"shape": (80, 144, 176), "translation": 0}, F(1, 2), 0,
     ),
     "anisotropic": ({"scale": (8, 4, 4)}, {"scale": (8, 4, 8), "translation": (80, 60, 80)}, (1, 1, 2), (10, 15, 20)),
@@ -226,7 +226,7 @@ class Grid:
 @pytest.mark.parametrize("scale", [4.0, 8.0, 12.0, 6.0, 2.0, (16.0, 8.0, 4.0)])
 @given(corners=st.tuples(*[st.tuples(*[st.integers(-5, 8)] * 3)] * 2))
 def test_voxels_and_array_voxels_coincide_in_space(scale: Any, corners: tuple[Triple, Triple]) -> None:
-    """The law of all cases: the centre of each voxel lies in the array voxel to which it maps, for crops anywhere."""
+    """The law of all cases: the center of each voxel lies in the array voxel to which it maps, for crops anywhere."""
     scales, units = np.broadcast_to(scale, 3), ("nanometer",) * 3
     grids = np.full(3, 4), np.minimum(scales, 4)
     begins = [tuple(corner * grid) for corner, grid in zip(corners, grids, strict=True)]
@@ -235,16 +235,16 @@ def test_voxels_and_array_voxels_coincide_in_space(scale: Any, corners: tuple[Tr
     found = align(raw, labels, "labels")
     for axis in range(3):
         lo, hi = found.covered[0][axis], found.covered[1][axis]
-        centres = begins[0][axis] + (np.arange(lo, hi) + 0.5) * 4
+        centers = begins[0][axis] + (np.arange(lo, hi) + 0.5) * 4
         corner = begins[1][axis]
         if scales[axis] == 12 and corner - begins[0][axis] == 4:
-            corner -= 4  # interpreted as a translation of centres
+            corner -= 4  # interpreted as a translation of centers
         end = corner + 30 * scales[axis]
         at = corner + found.indices(axis, lo, hi) * scales[axis]
-        assert (at <= centres).all()
-        assert (centres[centres < end] <= at[centres < end] + scales[axis]).all()
-        assert lo == 0 or centres[0] - 4 <= corner
-        assert hi == 24 or centres[-1] + 4 > end
+        assert (at <= centers).all()
+        assert (centers[centers < end] <= at[centers < end] + scales[axis]).all()
+        assert lo == 0 or centers[0] - 4 <= corner
+        assert hi == 24 or centers[-1] + 4 > end
 
 
 SHAPES = [

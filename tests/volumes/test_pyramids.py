@@ -118,16 +118,16 @@ def test_an_anisotropic_pyramid_and_a_level_that_was_not_copied_are_aligned(tmp_
 
 @st.composite
 def levels(draw: st.DrawFn) -> dict[str, tuple[Triple, Geometry]]:
-    """A pyramid of a common downsampling: per axis by 1, 2, 3 or 4, with any rounding, corners or centres."""
+    """A pyramid of a common downsampling: per axis by 1, 2, 3 or 4, with any rounding, corners or centers."""
     shape = draw(st.tuples(*[st.integers(8, 70_000)] * 3))
     steps = draw(st.tuples(*[st.sampled_from((1, 2, 2, 2, 3, 4))] * 3))
     voxel = draw(st.tuples(*[st.floats(0.5, 20)] * 3))
-    rounded, centred = draw(st.sampled_from(ROUND)), draw(st.booleans())
+    rounded, centerd = draw(st.sampled_from(ROUND)), draw(st.booleans())
     digits = draw(st.integers(4, 12))
     found: dict[str, tuple[Triple, Geometry]] = {}
     for level in range(draw(st.integers(2, 7))):
         scale: Any = tuple(float(f"{v * s**level:.{digits}g}") for v, s in zip(voxel, steps, strict=True))
-        shift: Any = tuple(5 + (s**level - 1) / 2 * v * centred for v, s in zip(voxel, steps, strict=True))
+        shift: Any = tuple(5 + (s**level - 1) / 2 * v * centerd for v, s in zip(voxel, steps, strict=True))
         found[str(level)] = shape, Geometry(scale, shift, UNITS, True)
         shape = tuple(max(rounded(n / s), 1) for n, s in zip(shape, steps, strict=True))
     return found

@@ -56,7 +56,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 COPY, IMPORT = "copy", "import"  # kinds: names of the record file and, with a prefix, of the attribute
-_LABEL_SHARE = 0.75  # of neighbours that are equal
+_LABEL_SHARE = 0.75  # of neighbors that are equal
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
@@ -270,7 +270,7 @@ def _hinting(read: Callable[[Box], NDArray[Any] | None]) -> Callable[[Box], NDAr
         if (voxels := read(box)) is not None and share is None:
             share = equal_share(voxels)
             if share is not None and share > _LABEL_SHARE:
-                words = "the voxels look like labels (%.0f %% equal a neighbour), of which averages mean nothing; "
+                words = "the voxels look like labels (%.0f %% equal a neighbor), of which averages mean nothing; "
                 log.warning(words + "if they are, begin again with --labels", 100 * share)
         return voxels
 

@@ -1,7 +1,7 @@
 """A synthetic scroll for demos, tests and benchmarks, in place of a real volume.
 
 A spiral of papyrus sheets around a wandering umbilicus, crushed by smooth noise, with gaps, touching sheets,
-delaminated layers, two crossed fibre layers per sheet, CT noise, and masked air outside.  Content is a pure function of
+delaminated layers, two crossed fiber layers per sheet, CT noise, and masked air outside.  Content is a pure function of
 (seed, shape, voxel coordinates): it uses only hashes of coordinates and exactly rounded arithmetic, so chunk size,
 order of writing and machine do not change a voxel.  Only `write_phantom` does I/O, in the layout of published scrolls.
 """
@@ -35,21 +35,21 @@ PITCH_VOXELS = 12.0  # from sheet to sheet, before the crush
 ARC_VOXELS = 38  # about pi x pitch; an integer, so that arc lengths of far windings stay exact
 RIM_PITCHES = 0.4  # unmasked air around the outermost sheet
 TABLE = 512  # period in voxels of the texture tables along the sheet and along z; a power of two
-DEPTHS = 12  # fibre tables across one pitch; a multiple of 4
+DEPTHS = 12  # fiber tables across one pitch; a multiple of 4
 PAPYRUS_INTENSITY, GAP_INTENSITY = 128.0, 62.0
 NOISE_INTENSITY = 20.0  # standard deviation before the point spread, which reduces it to 23 %
 SLAB = 16  # z planes computed at once, so that temporaries stay in the CPU's cache
 
-UNIT_VARIANCE = 1.4443281 / 6  # normalises cubic B-spline noise, per axis, averaged over the cell
+UNIT_VARIANCE = 1.4443281 / 6  # normalizes cubic B-spline noise, per axis, averaged over the cell
 # atan(a) / 2 pi on [0, 1] as an odd polynomial, minimax fit, error below 3e-7 turns
 TURN_POLYNOMIAL = (0.15915132, -0.05293857, 0.03080291, -0.01852984, 0.00837908, -0.00186516)
 
 # Streams: the second word of every hash key after the seed
-FIBRES, GAPS, CENTRE, CRUSH, WAVE, MOTTLE, CT_NOISE = range(7)
+FIBERS, GAPS, CENTER, CRUSH, WAVE, MOTTLE, CT_NOISE = range(7)
 
 
 def _mix(h: NDArray[np.uint32]) -> None:
-    """Scramble in place (32-bit finalizer of MurmurHash3), so that neighbouring inputs give unrelated outputs."""
+    """Scramble in place (32-bit finalizer of MurmurHash3), so that neighboring inputs give unrelated outputs."""
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)
@@ -124,22 +124,22 @@ def _brush(key: Key, index: int, length_s: int, length_z: int) -> Float32:
 def _texture_tables(seed: int) -> UInt8:
     """Flat uint8 (DEPTHS + 2, s, z), 128 + 32 per standard deviation; s runs along the winding.
 
-    First the fibres by depth (along z in the middle half of the depths, along s in the others), then the width of the
+    First the fibers by depth (along z in the middle half of the depths, along s in the others), then the width of the
     gaps between sheets, then that of the seams within sheets.
     """
     tables = np.empty((DEPTHS + 2, TABLE, TABLE), np.uint8)
     for depth in range(DEPTHS):
         along_z = DEPTHS // 4 <= depth < DEPTHS * 3 // 4
-        fibre = _brush((seed, FIBRES), depth, *((2, 30) if along_z else (30, 2)))
-        fibre += _brush((seed, FIBRES), DEPTHS + depth, *((5, 14) if along_z else (14, 5)))  # fibre bundles
-        tables[depth] = _quantise(fibre * np.float32(math.sqrt(0.5)))
-    tables[DEPTHS] = _quantise(_brush((seed, GAPS), 0, 24, 36))
-    tables[DEPTHS + 1] = _quantise(_brush((seed, GAPS), 1, 16, 28))
+        fiber = _brush((seed, FIBERS), depth, *((2, 30) if along_z else (30, 2)))
+        fiber += _brush((seed, FIBERS), DEPTHS + depth, *((5, 14) if along_z else (14, 5)))  # fiber bundles
+        tables[depth] = _quantize(fiber * np.float32(math.sqrt(0.5)))
+    tables[DEPTHS] = _quantize(_brush((seed, GAPS), 0, 24, 36))
+    tables[DEPTHS + 1] = _quantize(_brush((seed, GAPS), 1, 16, 28))
     tables.setflags(write=False)
     return tables.ravel()
 
 
-def _quantise(values: Float32) -> UInt8:
+def _quantize(values: Float32) -> UInt8:
     steps: UInt8 = np.clip(values * 32 + np.float32(128.5), 0, 255).astype(np.uint8)
     return steps
 
@@ -207,10 +207,10 @@ class Phantom:
         """
         u, turn = self._winding(zs, ys, xs)
         inside = u <= self._windings + RIM_PITCHES
-        solid, fibre = self._sheets(u, turn, zs)
+        solid, fiber = self._sheets(u, turn, zs)
         solid *= (u >= 1) & (u <= self._windings)
         mottle = _smooth((self._seed, MOTTLE), (5.0, 5.0, 5.0), zs, ys, xs)
-        intensity = fibre * np.float32(9)
+        intensity = fiber * np.float32(9)
         intensity += np.float32(PAPYRUS_INTENSITY - GAP_INTENSITY)
         intensity += mottle * np.float32(3)
         intensity += np.maximum(mottle - np.float32(3.4), 0) * np.float32(250)  # rare bright grains
@@ -226,12 +226,12 @@ class Phantom:
         origin = np.array([0])
         offsets = []
         for axis, coords in enumerate((ys[:, None], xs)):
-            wander = _smooth((self._seed, CENTRE, axis), (max(64.0, large), 1, 1), zs, origin, origin)
-            centre = (self._shape_zyx[1 + axis] - 1) / 2 + 0.03 * min(self._shape_zyx[1:]) * wander
+            wander = _smooth((self._seed, CENTER, axis), (max(64.0, large), 1, 1), zs, origin, origin)
+            center = (self._shape_zyx[1 + axis] - 1) / 2 + 0.03 * min(self._shape_zyx[1:]) * wander
             offset = _smooth((self._seed, CRUSH, axis), (large, large / 2, large / 2), zs, ys, xs)
             offset *= np.float32(0.06 * large)
             offset += _smooth((self._seed, WAVE, axis), (72.0, 24.0, 24.0), zs, ys, xs) * np.float32(3)
-            offset += (coords - centre).astype(np.float32)
+            offset += (coords - center).astype(np.float32)
             offset *= np.float32(self._scale_yx[axis])
             offsets.append(offset)
         dy, dx = offsets
@@ -242,7 +242,7 @@ class Phantom:
         return u, turn
 
     def _sheets(self, u: Float32, turn: Float32, zs: Coords) -> tuple[Float32, Float32]:
-        """Share of papyrus in [0, 1] and fibre texture of unit variance, per voxel.
+        """Share of papyrus in [0, 1] and fiber texture of unit variance, per voxel.
 
         In each pitch, the gap between two sheets is at depth 1/4 and the seam between a sheet's layers at 3/4.
         """
@@ -254,12 +254,12 @@ class Phantom:
         along &= TABLE - 1
         position = along * TABLE + (zs & (TABLE - 1)).astype(np.int32)[:, None, None]
         seam = depth >= 0.5
-        fibre = self._look_up((depth * DEPTHS).astype(np.int32), position)
+        fiber = self._look_up((depth * DEPTHS).astype(np.int32), position)
         opening = self._look_up(DEPTHS + seam.astype(np.int32), position)
         half_gap = opening * np.float32(1.6) + np.where(seam, np.float32(-1.6), np.float32(1.5))
         distance = np.abs(depth - np.where(seam, np.float32(0.75), np.float32(0.25))) * np.float32(PITCH_VOXELS)
-        solid = (distance - half_gap + fibre * np.float32(0.5)) * np.float32(0.4) + np.float32(0.5)
-        return np.clip(solid, 0, 1), fibre
+        solid = (distance - half_gap + fiber * np.float32(0.5)) * np.float32(0.4) + np.float32(0.5)
+        return np.clip(solid, 0, 1), fiber
 
     def _look_up(self, table: NDArray[np.int32], position: NDArray[np.int32]) -> Float32:
         values = self._tables.take(table * (TABLE * TABLE) + position).astype(np.float32)

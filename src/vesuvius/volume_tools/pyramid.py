@@ -17,7 +17,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
-_ENOUGH = 2**11  # pairs of neighbours that tell labels
+_ENOUGH = 2**11  # pairs of neighbors that tell labels
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
 
 
 def equal_share(voxels: NDArray[Any]) -> float | None:
-    """Share of neighbours along x that are equal, except zeros: those of labels mostly are.
+    """Share of neighbors along x that are equal, except zeros: those of labels mostly are.
 
     None if too few voxels tell, or if the mean is already the majority (0 and 1), or there is a single value.
     """

@@ -40,7 +40,7 @@ class Alignment:
     """The position and voxel size of an array relative to a volume.  Pure.
 
     Along each axis voxel j of the array covers offset + factor * j to offset + factor * (j + 1).  A voxel of the volume
-    maps to the array voxel that contains its centre; a centre on a boundary maps to the lower one.
+    maps to the array voxel that contains its center; a center on a boundary maps to the lower one.
     """
 
     volume_zyx: Triple
@@ -256,16 +256,16 @@ def _offset(factor: Fraction, shift: float) -> Fraction:
     """Start of an array in voxels of the volume, rounded to whole voxels of the finer grid.
 
     `shift` is the difference of the translations in voxels of the volume.  Some writers translate corners, others the
-    centres of the first voxels; the two differ by half the difference in voxel size.  The interpretation with the
-    smaller remainder wins; if they are equal, corners win, unless the centres coincide.
+    centers of the first voxels; the two differ by half the difference in voxel size.  The interpretation with the
+    smaller remainder wins; if they are equal, corners win, unless the centers coincide.
     """
     if factor < 1:
         return -_offset(1 / factor, -shift / float(factor)) * factor
-    centred = shift - (float(factor) - 1) / 2
-    # nearest integers; ties go towards 0
-    corner, centre = (int(math.copysign(math.ceil(abs(v) - 0.5), v)) for v in (shift, centred))
-    gain = abs(shift - corner) - abs(centred - centre)
-    return Fraction(centre if gain > _EQUAL or (gain > -_EQUAL and centre == 0) else corner)
+    centerd = shift - (float(factor) - 1) / 2
+    # nearest integers; ties go toward 0
+    corner, center = (int(math.copysign(math.ceil(abs(v) - 0.5), v)) for v in (shift, centerd))
+    gain = abs(shift - corner) - abs(centerd - center)
+    return Fraction(center if gain > _EQUAL or (gain > -_EQUAL and center == 0) else corner)
 
 
 def _by_shape(volume_zyx: Triple, array_zyx: Triple) -> Alignment:

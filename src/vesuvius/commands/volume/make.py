@@ -126,7 +126,7 @@ def add_import(commands: Commands) -> None:
         type=naturals,
         default=(),
         metavar="I,...",
-        help="index for each axis (longer than 1) other than z, y, x, such as channel, time and colour",
+        help="index for each axis (longer than 1) other than z, y, x, such as channel, time and color",
     )
     importer.add_argument(
         "--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="size of a raw file in voxels"

@@ -83,7 +83,7 @@ def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
     dtype = node.document.get("data_type", node.document.get("dtype"))
     cause, remedy = "", "correct them, or convert the volume"
     try:
-        document = _normalised(node.document)
+        document = _normalized(node.document)
         array = zarr.Array(zarr.AsyncArray(document, StorePath(MemoryStore(), path)))  # type: ignore[call-overload]
         written = document["chunks"] if "chunks" in document else document["chunk_grid"]["configuration"]["chunk_shape"]
         chunks = array.chunks if all(written) else tuple(written)  # zarr 3.4 reads 0 as 1
@@ -125,7 +125,7 @@ def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
     raise _unreadable(source, key, what, remedy)
 
 
-def _normalised(document: dict[str, Any]) -> dict[str, Any]:
+def _normalized(document: dict[str, Any]) -> dict[str, Any]:
     """The same metadata in the spelling of zarr-python.  Raises as `_codecs`."""
     found = dict(document)
     if found.get("zarr_format") == 2:
