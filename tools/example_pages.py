@@ -20,7 +20,7 @@ from tests.support.recorded_runs import BEGAN, run_end, run_start, session_file,
 from tests.support.tiny import tiny_sections
 
 from vesuvius.config.load import parse_stored
-from vesuvius.experiments.bench.results import Measurement, make_cells, parse_axis, results_of
+from vesuvius.experiments.bench.results import Measurement, make_trials, parse_axis, results_of
 from vesuvius.experiments.bench.results import build_page as bench_page
 from vesuvius.experiments.profile import Observed, build_profile
 from vesuvius.experiments.tune.report import build_options
@@ -100,19 +100,19 @@ def _run(path: Path, verdict: Verdict, end: int | str, cause: str = "", total: i
 
 
 def _bench(sweep: str, compare: str, rates: list[float | None]) -> str:
-    """A bench of six rounds; None = the cell failed."""
-    rng, cells = np.random.default_rng(0), make_cells([parse_axis(sweep)], [parse_axis(compare)] if compare else [])
+    """A bench of six rounds; None = the trial failed."""
+    rng, trials = np.random.default_rng(0), make_trials([parse_axis(sweep)], [parse_axis(compare)] if compare else [])
     done = []
-    for cell, rate in [(cell, rate) for _ in range(6) for cell, rate in enumerate(rates)]:
+    for trial, rate in [(trial, rate) for _ in range(6) for trial, rate in enumerate(rates)]:
         index = len(done) // len(rates)
         if rate is None:
-            done.append(Measurement(cell, index, "gpu_memory", "needs 90 GiB of VRAM, 79 GiB are left"))
+            done.append(Measurement(trial, index, "gpu_memory", "needs 90 GiB of VRAM, 79 GiB are left"))
             continue
         figures = {"step_s": 4 / rate, "data_share": 0.3, "comm_s": 0.1, "ram_bytes": 3.2 * 2**30}
         samples_s = rate * float(rng.lognormal(0, 0.02))
-        done.append(Measurement(cell, index, samples_s=samples_s, start_s=12.3, figures=figures))
+        done.append(Measurement(trial, index, samples_s=samples_s, start_s=12.3, figures=figures))
     command = f"vesuvius bench --config scroll.yaml --sweep {sweep}"
-    page = bench_page("scroll: bench", "", _FACTS, results_of(cells, done), "", "vesuvius train --config scroll.yaml")
+    page = bench_page("scroll: bench", "", _FACTS, results_of(trials, done), "", "vesuvius train --config scroll.yaml")
     return _html(page, command)
 
 

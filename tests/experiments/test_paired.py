@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.experiments.tune.simulated import SOURCE, BiasedPlanner, Disturbance, Machine, SimulatedRunner, run_to_end
-from vesuvius.experiments.paired import _POCOCK, LOOKS, WRONG, Comparison, compare, compare_one_of, student_t
+from vesuvius.experiments.paired import _POCOCK, ALPHA, LOOKS, Comparison, compare, compare_one_of, student_t
 from vesuvius.experiments.tune.search import Asks, Search
 
 BASE, OTHER = SOURCE, replace(SOURCE, channels_last=True)
@@ -56,7 +56,7 @@ def test_equal_settings_are_called_different_in_5_percent() -> None:
             found = compare([(math.exp(x), 1.0) for x in row[:n]])
             assert (found.is_above(0.0) or found.is_below(0.0)) == expected
         wrong |= now
-    assert wrong.mean() == pytest.approx(WRONG, abs=0.001)
+    assert wrong.mean() == pytest.approx(ALPHA, abs=0.001)
 
 
 def test_common_drift_cancels() -> None:
@@ -78,12 +78,12 @@ def test_between_two_looks_the_earlier_one_counts_and_two_pairs_have_no_interval
     assert not found.is_below(100.0)
 
 
-@pytest.mark.parametrize("cells", [1, 9])
-def test_all_cells_of_a_bench_together_are_wrong_in_at_most_5_percent(cells: int) -> None:
-    """Nine cells that are as fast as the baseline, each compared in the same six rounds."""
+@pytest.mark.parametrize("trials", [1, 9])
+def test_all_cells_of_a_bench_together_are_wrong_in_at_most_5_percent(trials: int) -> None:
+    """Nine trials that are as fast as the baseline, each compared in the same six rounds."""
     rng, wrong = np.random.default_rng(1), 0
     for _ in range(1000):
-        rates = np.exp(0.05 * rng.standard_normal((cells + 1, 6)))
-        found = [compare_one_of(list(zip(a, rates[0], strict=True)), cells) for a in rates[1:]]
+        rates = np.exp(0.05 * rng.standard_normal((trials + 1, 6)))
+        found = [compare_one_of(list(zip(a, rates[0], strict=True)), trials) for a in rates[1:]]
         wrong += any(each.is_above(0.0) or each.is_below(0.0) for each in found)
-    assert 0.02 * (cells == 1) <= wrong / 1000 <= WRONG + 0.02
+    assert 0.02 * (trials == 1) <= wrong / 1000 <= ALPHA + 0.02

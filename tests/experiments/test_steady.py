@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vesuvius.experiments import steady
-from vesuvius.experiments.steady import BlockLength, SteadyState, Warmup, reader_limited_s
+from vesuvius.experiments.steady import SteadyState, TrialLength, Warmup, reader_limited_s
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_measurement_has_full_cycles_and_about_the_requested_time(
     samples: int, elapsed_s: float, enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steady, "_LONGEST", 1.0)  # it may not be longer, although so few cycles say little
-    assert BlockLength(4, 100, 10.0).is_over(samples, elapsed_s) is enough
+    assert TrialLength(4, 100, 10.0).is_over(samples, elapsed_s) is enough
 
 
 def test_samples_read_ahead_count_with_the_time_of_their_readers() -> None:
@@ -43,8 +43,8 @@ def test_samples_read_ahead_count_with_the_time_of_their_readers() -> None:
 
 
 def length_of(cycles_s: list[float]) -> int:
-    """Cycles of a block of 10 s, of 100 samples each."""
-    length, elapsed_s = BlockLength(100, 100, 10.0), 0.0
+    """Cycles of a trial of 10 s, of 100 samples each."""
+    length, elapsed_s = TrialLength(100, 100, 10.0), 0.0
     for number, seconds in enumerate(cycles_s, 1):
         elapsed_s += seconds
         if length.is_over(100 * number, elapsed_s):

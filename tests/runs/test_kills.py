@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.kill_harness import (
-    KillFigures,
+    KillStats,
     Session,
     final_difference,
     kill_inside_save,
@@ -43,7 +43,7 @@ def undisturbed(config: Path, cwd: Path) -> Path:
     return run_directory(config, cwd)
 
 
-def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int) -> KillFigures:
+def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int) -> KillStats:
     straight = undisturbed(config("straight", training=training(kills, save_every)), cwd)
     killed = config("killed", training=training(kills, save_every))
     figures = run_with_kills(killed, cwd, kills, seed)

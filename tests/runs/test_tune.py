@@ -23,7 +23,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_NO_RESULT, EXIT_OK
 from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune import session
-from vesuvius.experiments.tune.measurement import Block, Setting
+from vesuvius.experiments.tune.measurement import Result, Setting
 from vesuvius.experiments.tune.report import MARK
 from vesuvius.runlog.records import read_records
 from vesuvius.training.stop import StoppedError
@@ -68,7 +68,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     found, text = report(), Path("tiny.tuned.yaml").read_text()
     assert found["recommendation"]["certainty"] == "sure"
     assert found["recommendation"]["best"]["train_batch_size"] > 1
-    assert found["blocks"]
+    assert found["trials"]
     assert all((TUNE / name).stat().st_size > 1000 for name in ("report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     assert "extends: tiny.yaml" in text
@@ -120,7 +120,7 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
     config = tiny_config(training=LONG)
     trial = TUNE / "trials" / "000" / "metrics.jsonl"
     with Session(config, tmp_path, module="vesuvius.tune") as session:
-        session.wait_for("Block 0", at_most_s=120)
+        session.wait_for("Trial 0", at_most_s=120)
         while not (trial.exists() and any(r["kind"] == "step" for r in read_records(trial))):
             assert session.process.poll() is None, session.text()
             time.sleep(0.05)
@@ -178,7 +178,7 @@ def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlie
     assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
 
     class Interrupted(SimulatedTrainers):
-        def measure(self, *arguments: Any) -> Block:
+        def measure(self, *arguments: Any) -> Result:
             if self.now_s > 50:  # before a change is found
                 os.kill(os.getpid(), signal.SIGINT)
                 raise StoppedError("the tune was interrupted while it measured")
@@ -187,7 +187,7 @@ def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlie
     monkeypatch.setattr(session, "TrialRunner", Interrupted)
     assert vesuvius_tune(config, *keep) == EXIT_INTERRUPTED
     check_nothing_stale(config, "No gain found yet: the tune was interrupted while it measured", "unchanged")
-    assert report()["blocks"], "what was measured is told"
+    assert report()["trials"], "what was measured is told"
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("1.5h", 5400)])

@@ -94,7 +94,7 @@ class Session:
 
 
 @dataclass
-class KillFigures:
+class KillStats:
     """Statistics of the kills of a run.
 
     Attributes:
@@ -130,7 +130,7 @@ def run_with_kills(
     most_steps: int = 5,
     arguments: Callable[[int], Sequence[str]] = lambda session: (),
     environment: dict[str, str] | None = None,
-) -> KillFigures:
+) -> KillStats:
     """Kill a run at random times, resume it each time, and let it finish.
 
     A session is killed anywhere in its first `most_steps` + 2 steps, one in five before the first.  The run must be
@@ -140,7 +140,7 @@ def run_with_kills(
         arguments: command line of session 0, 1, ...
     """
     rng, run = random.Random(seed), run_directory(config, cwd)
-    figures, started, start_s = KillFigures(), time.monotonic(), 0.0
+    figures, started, start_s = KillStats(), time.monotonic(), 0.0
     for number in range(kills):
         with Session(config, cwd, "--resume", *arguments(number), environment=environment) as session:
             early = start_s and rng.random() < _EARLY_SHARE
@@ -160,13 +160,13 @@ def run_with_kills(
     return figures
 
 
-def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigures:
+def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillStats:
     """Kill a run while it writes a checkpoint; each time it must resume from the previous checkpoint or a later one.
 
     Only kills that left a partial checkpoint count.
     """
     rng, run = random.Random(seed), run_directory(config, cwd)
-    figures, started = KillFigures(), time.monotonic()
+    figures, started = KillStats(), time.monotonic()
     reached, save_s = 0, 0.0
     while figures.inside_save < kills:
         with Session(config, cwd, "--resume") as session:

@@ -25,7 +25,7 @@ from tests.support.odd_server import objects_of, serving
 from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
+from vesuvius.volume_tools.copy import CopyRequest, CopyStats, copy_box
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
@@ -195,7 +195,7 @@ class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no 
     """Interrupt a copy in this process."""
 
 
-def interrupt(figures: CopyFigures) -> None:
+def interrupt(figures: CopyStats) -> None:
     if figures.done >= 9:
         raise Interrupted
 
@@ -363,9 +363,9 @@ def test_a_lost_network_ends_the_copy_early(tmp_path: Path, server: ChunkServer)
     write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr")
 
-    seen: list[CopyFigures] = []
+    seen: list[CopyStats] = []
 
-    def cut_the_cable(figures: CopyFigures) -> None:
+    def cut_the_cable(figures: CopyStats) -> None:
         seen.append(figures)
         if figures.done == 40:
             server.set_faults([{"path": r"/v.zarr/\d", "kind": "reset"}])
@@ -386,7 +386,7 @@ def test_only_one_process_writes_a_copy(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
 
-    def meddle(figures: CopyFigures) -> None:
+    def meddle(figures: CopyStats) -> None:
         with pytest.raises(ConfigError, match="another process is writing it"):
             copy_box(request, QUICK)
         raise Interrupted

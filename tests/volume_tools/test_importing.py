@@ -33,7 +33,7 @@ from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools import importing
-from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volume_tools.sources.files import Stored
@@ -508,7 +508,7 @@ def test_a_source_that_changed_is_not_mixed_with_its_old_version(tmp_path: Path)
     class Stop(Exception):  # noqa: N818
         pass
 
-    def stop(figures: CopyFigures, doing: str) -> None:
+    def stop(figures: CopyStats, doing: str) -> None:
         if figures.written > 40:
             raise Stop
 

@@ -15,7 +15,7 @@ from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.volume_tools import importing
-from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import halve, halve_labels
 from vesuvius.volumes.volume import open_volume
@@ -101,7 +101,7 @@ def test_a_resumed_import_does_not_mix_labels_and_averages(tmp_path: Path, monke
     np.save(tmp_path / "v.npy", blobs([2, 9]))
     request = ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr", labels=True)
 
-    def stop(figures: CopyFigures, doing: str) -> None:
+    def stop(figures: CopyStats, doing: str) -> None:
         if figures.written > 3:
             raise KeyboardInterrupt
 

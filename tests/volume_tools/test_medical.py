@@ -24,7 +24,7 @@ from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import importing
-from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.volume import open_volume
@@ -250,7 +250,7 @@ def test_a_stream_whose_chunks_are_all_written_is_still_checked(tmp_path: Path) 
     class Killed(Exception):  # noqa: N818
         pass
 
-    def stop(figures: CopyFigures, doing: str) -> None:
+    def stop(figures: CopyStats, doing: str) -> None:
         if figures.done == figures.chunks:
             raise Killed
 

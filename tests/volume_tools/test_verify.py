@@ -23,18 +23,18 @@ from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import verify
 from vesuvius.volume_tools.info import make_sidecar
-from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
+from vesuvius.volume_tools.verify import VerifyStats, verify_volume
 
 SHAPE = (96, 128, 128)
 CHUNKS = 3 * 4 * 4
 QUICK = StoreConfig(requests=4, outage_minutes=0.01)
 
 
-def verified(path: Path | str, **options: Any) -> VerifyFigures:
+def verified(path: Path | str, **options: Any) -> VerifyStats:
     return verify_volume(ArrayConfig(path=str(path)), QUICK, **options)
 
 
-def causes(figures: VerifyFigures) -> dict[tuple[int, int, int], str]:
+def causes(figures: VerifyStats) -> dict[tuple[int, int, int], str]:
     return {broken.chunk: broken.cause for broken in figures.broken}
 
 

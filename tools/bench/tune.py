@@ -132,11 +132,11 @@ def _tune(count: int) -> None:
         )
         report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
         overrides = " ".join(report["options"][1]["overrides"])
-        rate, blocks = report["options"][1]["samples_s"], len(report["blocks"])
+        rate, trials = report["options"][1]["samples_s"], len(report["trials"])
         seconds = time.monotonic() - began
-        found.append({"overrides": overrides, "samples_s": rate, "seconds": seconds, "blocks": blocks})
+        found.append({"overrides": overrides, "samples_s": rate, "seconds": seconds, "trials": trials})
         print(
-            f"tune: {seconds:.0f} s, {blocks} blocks, {rate:.3g} samples/s: {overrides or 'unchanged'}",
+            f"tune: {seconds:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
             flush=True,
         )
         _write(_TUNES, found)
@@ -169,10 +169,10 @@ def _settings(config: Config) -> list[Setting]:
 def _measure(config: Config, setting: Setting) -> float:
     """Samples per second of the whole run, in a trainer of its own."""
     with closing(TrialRunner(config, Path("runs/bench_tune/grid"))) as lab:
-        block = lab.measure(setting, "run", _SECONDS, _LIMIT_S)
-    if block.ended != "ok":
-        raise SystemExit(f"a setting of the grid must be measured; got {block.ended}: {block.cause}")
-    return block.rate
+        result = lab.measure(setting, "run", _SECONDS, _LIMIT_S)
+    if result.ended != "ok":
+        raise SystemExit(f"a setting of the grid must be measured; got {result.ended}: {result.cause}")
+    return result.rate
 
 
 def _compare(config: Config, repeats: int) -> None:

@@ -17,19 +17,19 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):
         parser.error("--ranks cannot be combined with --sweep or --compare; run two benches")
-    from vesuvius.experiments.bench.results import make_cells, parse_axis
+    from vesuvius.experiments.bench.results import make_trials, parse_axis
     from vesuvius.experiments.bench.session import PAGE, BenchRequest, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:
         sweeps = [parse_axis(f"training.ranks={args.ranks}")]
-    cells = make_cells(sweeps, [parse_axis(text) for text in args.compare])
+    trials = make_trials(sweeps, [parse_axis(text) for text in args.compare])
     code, report = bench(
         BenchRequest(
             source=args.config,
             overrides=tuple(args.overrides),
             environment=take_variables(),
-            cells=tuple(cells),
+            trials=tuple(trials),
             rounds=args.rounds,
             seconds=args.seconds,
             limit_s=args.limit,

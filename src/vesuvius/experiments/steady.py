@@ -18,7 +18,7 @@ KERNEL_STEPS = 3
 """Steps until kernels are chosen and compiled."""
 
 _LEAST_STEPS = 3
-_SETTLED = 0.05  # a block is long enough once the relative standard error of its rate is below this,
+_SETTLED = 0.05  # a trial is long enough once the relative standard error of its rate is below this,
 _LONGEST = 4.0  # or once it is this many times as long
 _FEW = 4  # fewer pieces do not show the error
 _OUTRUN_BY = 1.1  # tolerated ratio of a measured rate to what the readers can sustain
@@ -55,7 +55,7 @@ def is_settled(durations: Sequence[float]) -> bool:
     return count >= _FEW and stdev(durations) / math.sqrt(count) <= _SETTLED * fmean(durations)
 
 
-class BlockLength:
+class TrialLength:
     """Length of a measurement: full cycles that take about `seconds`, and more the more their time varies.
 
     Samples come in batches, and in bursts once per `cycle` samples: a part of a cycle may be all burst or all wait.
@@ -93,7 +93,7 @@ class SteadyState:
     def __init__(self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int) -> None:
         self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers
         self._region = region
-        self._length = BlockLength(batch, max(workers, 1) * task, seconds)
+        self._length = TrialLength(batch, max(workers, 1) * task, seconds)
         self._warm: list[Record] = []
         self._steady: list[Record] = []
 

@@ -41,7 +41,7 @@ _LAST_STEPS = 100
 _UNTESTED = "Runs at different times differ for many reasons: `vesuvius bench` tests which setting is faster."
 _MOST_EVENTS = 200
 _ENDED_ITSELF = ("guard", "gpu")  # causes of deaths
-_NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
+_NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "trial")
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:

@@ -43,7 +43,7 @@ class CopyRequest:
 
 
 @dataclass
-class CopyFigures:
+class CopyStats:
     """Progress and final report of a copy."""
 
     source_box: Box  # in voxels of the source
@@ -73,8 +73,8 @@ class CopyFigures:
 def copy_box(
     request: CopyRequest,
     store: StoreConfig = StoreConfig(),
-    on_progress: Callable[[CopyFigures], None] = lambda figures: None,
-) -> CopyFigures:
+    on_progress: Callable[[CopyStats], None] = lambda figures: None,
+) -> CopyStats:
     """Copy a box, or resume a copy; a finished copy is left unchanged.
 
     Calls `on_progress` after each chunk, from this thread.  Raises ConfigError: the box is not inside the level, or
@@ -87,7 +87,7 @@ def copy_box(
     try:
         box = _checked_box(request, volume)
         plan = Pyramid(shape_of(box), volume.chunk_zyx, request.levels, volume.dtype.itemsize)
-        figures = CopyFigures(box, plan.chunk_count)
+        figures = CopyStats(box, plan.chunk_count)
         record = _record(request, box, volume)
         if is_finished(request.out, record):
             figures.before = figures.chunks
@@ -109,8 +109,8 @@ def copy_box(
 def _fill(
     target: PartialCopy,
     volume: Volume,
-    figures: CopyFigures,
-    on_progress: Callable[[CopyFigures], None],
+    figures: CopyStats,
+    on_progress: Callable[[CopyStats], None],
     started: float,
 ) -> None:
     """Write all levels and count chunks."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.partial import IMPORT, PartialCopy, check_name, disk_errors, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one, multiscale
 from vesuvius.volume_tools.sources.files import Stored
@@ -51,8 +51,8 @@ class ImportRequest:
 
 
 def import_volume(
-    request: ImportRequest, on_progress: Callable[[CopyFigures, str], None] = lambda figures, doing: None
-) -> tuple[Stored, CopyFigures]:
+    request: ImportRequest, on_progress: Callable[[CopyStats, str], None] = lambda figures, doing: None
+) -> tuple[Stored, CopyStats]:
     """Import a scan, or resume an import; a finished import is left unchanged.  Returns the scan and a report.
 
     Calls `on_progress` after each chunk, and with a text while a layer is decoded, from this thread.  Raises
@@ -69,7 +69,7 @@ def import_volume(
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
     plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, _PER_SHARD)
-    figures = CopyFigures(box_at((0, 0, 0), shape), plan.chunk_count)
+    figures = CopyStats(box_at((0, 0, 0), shape), plan.chunk_count)
     record = _record(request, source)
     if is_finished(request.out, record, IMPORT):
         figures.before = figures.chunks
@@ -105,7 +105,7 @@ def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
 
 @contextmanager
 def _by_layers(
-    source: Stored, target: PartialCopy, figures: CopyFigures, on_progress: Callable[[CopyFigures, str], None]
+    source: Stored, target: PartialCopy, figures: CopyStats, on_progress: Callable[[CopyStats, str], None]
 ) -> Iterator[Callable[[Box], NDArray[Any]]]:
     """A function that reads boxes of the source, decoding one layer at a time to a temporary file."""
     shape, unit = triple(source.shape), triple(source.unit)

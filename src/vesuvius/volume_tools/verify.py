@@ -58,7 +58,7 @@ class BrokenChunk:
 
 
 @dataclass
-class VerifyFigures:
+class VerifyStats:
     """Progress and final report of a verification."""
 
     volume: str  # path and level
@@ -84,8 +84,8 @@ def verify_volume(
     spec: ArrayConfig,
     store: StoreConfig = StoreConfig(),
     processes: int = 1,
-    on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
-) -> VerifyFigures:
+    on_progress: Callable[[VerifyStats], None] = lambda figures: None,
+) -> VerifyStats:
     """Read every stored chunk once, in several processes, or resume an interrupted verification.
 
     Absent chunks are broken if the sidecar lists them.  Without a sidecar or a listing, as on a web server, every chunk
@@ -105,7 +105,7 @@ def verify_volume(
         numbers = np.flatnonzero(objects)
         left = np.setdiff1d(numbers, [int(number) for number in re.findall(r"<(\d+)>", text)])
         before = len(numbers) - len(left)
-        figures = VerifyFigures(volume.name, len(numbers), since, before, before)
+        figures = VerifyStats(volume.name, len(numbers), since, before, before)
         if before:
             words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))

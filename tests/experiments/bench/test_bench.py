@@ -1,4 +1,4 @@
-"""The command: real trainers, a cell that fails, Ctrl-C; ranks with `make test-long`."""
+"""The command: real trainers, a trial that fails, Ctrl-C; ranks with `make test-long`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_NO_RESULT, EXIT_OK
 from vesuvius.experiments.bench import session
 from vesuvius.experiments.bench.results import Measurement
-from vesuvius.experiments.bench.session import measure_cell
+from vesuvius.experiments.bench.session import measure_trial
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
@@ -50,7 +50,7 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 def interrupt_when_it_trains(over: threading.Event) -> None:
     while not over.is_set():  # once it is, Ctrl-C would end the tests
-        files = Path("runs/tiny/benches").glob("*/cells/*/metrics.jsonl")
+        files = Path("runs/tiny/benches").glob("*/trials/*/metrics.jsonl")
         if any(record["kind"] == "step" for metrics in files for record in read_records(metrics)):
             return os.kill(os.getpid(), signal.SIGINT)
         over.wait(0.02)
@@ -64,7 +64,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
     asked = ["--config", str(config), *axes, "--rounds", "1", "--seconds", "0.2"]
 
     def bench(*more: str) -> int:
-        monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a cell
+        monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a trial
         return command.main([*asked, *more])
 
     over = threading.Event()
@@ -76,7 +76,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
         over.set()
         thread.join()
     folder = folder_of()
-    session = read_session(next(folder.glob("cells/*/session.json")))
+    session = read_session(next(folder.glob("trials/*/session.json")))
     assert session is not None
     assert not psutil.pid_exists(session.pid), "no orphan"
     assert "the baseline could not be measured" in capsys.readouterr().out
@@ -93,21 +93,21 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
     assert "160" in failed["cause"]
     assert "\nFailed\n" in capsys.readouterr().out
     assert (folder / "bench.html").stat().st_size < 200_000
-    assert not list(folder.glob("cells/*/checkpoints"))
-    trainer = read_config(next(folder.glob("cells/*.yaml")))
+    assert not list(folder.glob("trials/*/checkpoints"))
+    trainer = read_config(next(folder.glob("trials/*.yaml")))
     assert trainer.training.max_hours == pytest.approx(1 / 3), "--limit also applies if the bench is killed"
     assert not run_dir(read_config(config)).exists(), "the run itself can still begin"
 
 
 def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides: str) -> Measurement:
-    return measure_cell(tmp_path / "cells", read_config(config, overrides), 0.2, limit_s)
+    return measure_trial(tmp_path / "trials", read_config(config, overrides), 0.2, limit_s)
 
 
 def test_a_cell_that_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
     found = measured(config, tmp_path, _HANG_S, "monitor.ram_limit_gib=0.1")
     assert found.ended == "failed"
     assert "not started: it needs about" in found.cause
-    assert not (tmp_path / "cells").exists()
+    assert not (tmp_path / "trials").exists()
 
 
 def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
@@ -117,7 +117,7 @@ def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
     monkeypatch.setattr(session, "_prepared", lambda *_: outage.wait(_HANG_S))
     try:
         with pytest.raises(StoppedError, match="while the volumes were opened"):
-            measure_cell(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
+            measure_trial(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
     finally:
         outage.set()
 
@@ -126,7 +126,7 @@ def test_a_cell_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> N
     found = measured(config, tmp_path, 0.0)
     assert found.ended == "timeout"
     assert "no result within" in found.cause
-    session = read_session(tmp_path / "cells" / found.run / "session.json")
+    session = read_session(tmp_path / "trials" / found.run / "session.json")
     assert session is None or not psutil.pid_exists(session.pid)
 
 

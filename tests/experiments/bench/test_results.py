@@ -13,13 +13,13 @@ import pytest
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.bench.results import (
     BANDS,
-    Cell,
     Measurement,
     Result,
+    Trial,
     band,
     build_page,
     headline,
-    make_cells,
+    make_trials,
     parse_axis,
     results_of,
     table_of,
@@ -28,23 +28,23 @@ from vesuvius.experiments.bench.session import measure_rounds
 from vesuvius.training.stop import StoppedError
 
 Measure = Callable[[int, int], Measurement]
-CELLS = (Cell("a"), Cell("b"), Cell("c"))
+CELLS = (Trial("a"), Trial("b"), Trial("c"))
 
 
 def test_sweeps_are_crossed_and_compared_keys_change_alone() -> None:
-    cells = make_cells(
+    trials = make_trials(
         [("training.workers", ("0", "1")), ("training.prefetch_factor", ("2", "4"))],
         [("training.amp", ("off", "bf16", "fp16"))],
     )
-    assert len(cells) == 2 * 2 + 2
-    base = dict(each.split("=") for each in cells[0].overrides)
+    assert len(trials) == 2 * 2 + 2
+    base = dict(each.split("=") for each in trials[0].overrides)
     assert base == {"training.workers": "0", "training.prefetch_factor": "2", "training.amp": "off"}
-    assert [cell.label for cell in cells[-2:]] == ["training.amp=bf16", "training.amp=fp16"]
-    assert cells[0].label == make_cells([], [])[0].label == "baseline"
-    assert make_cells([("a", ("1", "2"))], [])[0].label == "a=1"
-    differ = [sum(dict(o.split("=") for o in cell.overrides)[key] != base[key] for key in base) for cell in cells]
+    assert [trial.label for trial in trials[-2:]] == ["training.amp=bf16", "training.amp=fp16"]
+    assert trials[0].label == make_trials([], [])[0].label == "baseline"
+    assert make_trials([("a", ("1", "2"))], [])[0].label == "a=1"
+    differ = [sum(dict(o.split("=") for o in trial.overrides)[key] != base[key] for key in base) for trial in trials]
     assert differ == [0, 1, 1, 2, 1, 1]
-    assert make_cells([], [])[0].overrides == ()
+    assert make_trials([], [])[0].overrides == ()
 
 
 def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
@@ -54,7 +54,7 @@ def test_values_may_hold_commas_in_brackets_and_quotes() -> None:
         with pytest.raises(ConfigError):
             parse_axis(wrong)
     with pytest.raises(ConfigError, match="more than one axis"):
-        make_cells([("a", ("1",))], [("a", ("2",))])
+        make_trials([("a", ("1",))], [("a", ("2",))])
 
 
 def test_bands_have_no_gaps() -> None:
@@ -69,7 +69,7 @@ class Machine:
     """Log rates with a drift over the whole bench, noise that each measurement passes on to the next one, and spikes.
 
     Args:
-        gains: log of each cell's true speed.
+        gains: log of each trial's true speed.
         drift: of the log rate, from the first measurement to the last.
     """
 
@@ -77,13 +77,13 @@ class Machine:
         self._rng = np.random.default_rng((seed, 7))
         self._gains, self._drift, self._count, self._made, self._noise = gains, drift, measurements, 0, 0.0
 
-    def measure(self, cell: int, round: int) -> Measurement:
+    def measure(self, trial: int, round: int) -> Measurement:
         self._noise = 0.8 * self._noise + 0.02 * self._rng.standard_normal()
         spike = 0.3 if self._rng.random() < 0.03 else 0.0  # another program comes and goes
         drift = self._drift * self._made / (self._count - 1)
         self._made += 1
-        log_rate = self._gains[cell] + drift + self._noise - spike
-        return Measurement(cell, round, "ok", samples_s=10 * math.exp(log_rate), start_s=1.0)
+        log_rate = self._gains[trial] + drift + self._noise - spike
+        return Measurement(trial, round, "ok", samples_s=10 * math.exp(log_rate), start_s=1.0)
 
 
 def results(seed: int, gains: list[float], drift: float) -> list[Result]:
@@ -105,37 +105,37 @@ def test_intervals_cover_the_truth_about_as_often_as_stated(drift: float) -> Non
     found = [results(seed, [0.0, 0.02, 0.05], drift)[2].speed for seed in range(200)]
     ends = [each.ends for each in found if each is not None]
     covered = sum(low <= math.expm1(0.05) <= high for low, high in ends) / 200
-    assert covered >= 0.975 - 0.033  # of two cells; three standard errors of 200 benches
+    assert covered >= 0.975 - 0.033  # of two trials; three standard errors of 200 benches
 
 
 def test_every_other_round_is_reversed_and_failed_cells_are_left_out() -> None:
     done = list[Measurement]()
 
-    def measure(cell: int, round: int) -> Measurement:
-        if (cell, round) == (2, 2):
+    def measure(trial: int, round: int) -> Measurement:
+        if (trial, round) == (2, 2):
             raise StoppedError("Ctrl-C")
-        return Measurement(cell, round, "timeout" if (cell, round) == (1, 1) else "ok", samples_s=10.0 + cell)
+        return Measurement(trial, round, "timeout" if (trial, round) == (1, 1) else "ok", samples_s=10.0 + trial)
 
     with pytest.raises(StoppedError):
         measure_rounds(done, 3, 3, measure)
-    assert [(m.cell, m.round) for m in done] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2)]
+    assert [(m.trial, m.round) for m in done] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2)]
     base, failed, other = results_of(CELLS[:3], done)
     assert (len(base.rates), len(failed.rates), failed.cause) == (3, 1, "timeout: ")
     assert other.speed is not None
     assert other.speed.pairs == 2, "rounds that have both"
 
 
-RANKED = [Cell(f"training.ranks={n}", (f"training.ranks={n}",)) for n in (1, 2, 4)]
+RANKED = [Trial(f"training.ranks={n}", (f"training.ranks={n}",)) for n in (1, 2, 4)]
 
 
 def ranked(failed: int | None = None) -> list[Measurement]:
     rates = {0: 10.0, 1: 19.0, 2: 22.0}
     return [
-        Measurement(cell, round, "ok", samples_s=rate * (1 + 0.01 * round), figures={"comm_s": 0.1, "batch": 4.0})
-        if cell != failed
-        else Measurement(cell, round, "gpu_memory", "needs 90 GiB")
+        Measurement(trial, round, "ok", samples_s=rate * (1 + 0.01 * round), figures={"comm_s": 0.1, "batch": 4.0})
+        if trial != failed
+        else Measurement(trial, round, "gpu_memory", "needs 90 GiB")
         for round in range(6)
-        for cell, rate in rates.items()
+        for trial, rate in rates.items()
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_bench_of_ranks_has_efficiency_and_band() -> None:
     (scaling,) = build_page("n", "d", {}, found, "", "vesuvius train").charts
     measured, ideal = scaling.series
     assert ideal.mid.tolist() == [measured.mid[0] * count for count in (1, 2, 4)]
-    assert [row[0] for row in table_of(found).rows] == [cell.label for cell in RANKED]
+    assert [row[0] for row in table_of(found).rows] == [trial.label for trial in RANKED]
 
 
 def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
@@ -164,21 +164,21 @@ def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
 
 
 def headlines(gains: list[float], benches: int) -> list[str]:
-    """Of benches of cells with these true speeds: rounds differ by 20 %, measurements of a round by 4 %."""
-    cells = [Cell("baseline"), *(Cell(f"cell {number}", ("a=b",)) for number in range(1, len(gains)))]
+    """Of benches of trials with these true speeds: rounds differ by 20 %, measurements of a round by 4 %."""
+    trials = [Trial("baseline"), *(Trial(f"trial {number}", ("a=b",)) for number in range(1, len(gains)))]
     rng, found = np.random.default_rng(len(gains)), []
     for _ in range(benches):
         common, own = rng.standard_normal((6, 1)), rng.standard_normal((6, len(gains)))
         rates = np.exp(np.log1p(gains) + 0.2 * common + 0.04 * own).tolist()
         done = [Measurement(c, r, "ok", samples_s=each) for r, row in enumerate(rates) for c, each in enumerate(row)]
-        found.append(headline(results_of(cells, done)))
+        found.append(headline(results_of(trials, done)))
     return found
 
 
-@pytest.mark.parametrize("cells", [2, 3, 8])
-def test_of_equal_cells_one_is_called_faster_in_at_most_5_percent(cells: int) -> None:
-    found = headlines([0.0] * cells, 800)
-    assert sum(not words.startswith("No cell is measurably faster") for words in found) <= 0.05 * 800
+@pytest.mark.parametrize("trials", [2, 3, 8])
+def test_of_equal_cells_one_is_called_faster_in_at_most_5_percent(trials: int) -> None:
+    found = headlines([0.0] * trials, 800)
+    assert sum(not words.startswith("No trial is measurably faster") for words in found) <= 0.05 * 800
 
 
 @pytest.mark.parametrize("rivals", [2, 5])
@@ -187,13 +187,13 @@ def test_of_equally_fast_cells_none_is_called_the_fastest(rivals: int) -> None:
     assert sum("is fastest" in words for words in found) <= 0.05 * 400
     faster = [words for words in found if "is measurably faster" in words]
     assert len(faster) >= 0.9 * 400
-    assert sum("; not measurably faster than cell" in words for words in faster) == len(faster)
+    assert sum("; not measurably faster than trial" in words for words in faster) == len(faster)
 
 
 def test_the_fastest_cell_is_named_if_it_was_tested_against_the_next() -> None:
     found = headlines([0.0, 0.1, 0.5], 200)
-    assert sum(words.startswith("cell 2 is fastest: ") for words in found) >= 0.9 * 200
-    assert not any("cell 1 is fastest" in words for words in found)
+    assert sum(words.startswith("trial 2 is fastest: ") for words in found) >= 0.9 * 200
+    assert not any("trial 1 is fastest" in words for words in found)
 
 
 def test_a_cell_measured_once_neither_wins_nor_hides_one_that_did() -> None:
@@ -208,6 +208,6 @@ def test_a_cell_measured_once_neither_wins_nor_hides_one_that_did() -> None:
     assert page.tone == "good"
     (command,) = page.commands
     assert all(override in command for override in CELLS[1].overrides)
-    alone = results_of([CELLS[0], CELLS[2]], [replace(m, cell=m.cell // 2) for m in done if m.cell != 1])
-    assert headline(alone).startswith("No cell is measurably faster than ")
+    alone = results_of([CELLS[0], CELLS[2]], [replace(m, trial=m.trial // 2) for m in done if m.trial != 1])
+    assert headline(alone).startswith("No trial is measurably faster than ")
     assert "2.00 times as fast as the a (too few rounds to test)" in headline(alone)

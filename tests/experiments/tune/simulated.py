@@ -1,6 +1,6 @@
 """Machines that do not exist, with a truth that the policy cannot see: rates, memory, and a planner that is wrong.
 
-What disturbs a measurement is in no block: the machine drifts, steps are correlated, and now and then one stalls.
+What disturbs a measurement is in no result: the machine drifts, steps are correlated, and now and then one stalls.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cache
 import numpy as np
 
 from vesuvius.experiments import Ended
-from vesuvius.experiments.tune.measurement import Block, BlockKind, Planned, SearchSpace, Setting, trainer_knobs
+from vesuvius.experiments.tune.measurement import Planned, Result, SearchSpace, Setting, TrialKind, trainer_knobs
 from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import Search
 
 GIB = 2**30
 GUARD_SHARE = 0.84  # of the limit: the threshold of the guard
-BLOCK_S = 10.0
+TRIAL_S = 10.0
 START_S, CHANGE_S = 20.0, 5.0
 LEAST_STEPS = 3
 SOURCE = Setting(
@@ -112,7 +112,7 @@ class Machine:
         return SearchSpace(
             source=self.source,
             budget_s=budget_s,
-            block_s=BLOCK_S,
+            trial_s=TRIAL_S,
             most_workers=self.most_workers,
             most_prefetch=16,
             most_requests=64 if self.remote else self.source.requests,
@@ -164,7 +164,7 @@ class Machine:
         return max(setting.workers, 1) / self.reader_s(setting)[0] * max(1 - self.crowding * crowd, 0.1)
 
     def death(self, setting: Setting) -> tuple[Ended, str] | None:
-        """How a block dies; None if it does not."""
+        """How a trial dies; None if it does not."""
         if self.dies_at_workers is not None and setting.workers >= self.dies_at_workers:
             return "killed", "a reader was killed by signal 9"
         if self.ram_bytes(setting) > GUARD_SHARE * self.ram_limit_gib * GIB:
@@ -174,7 +174,7 @@ class Machine:
             return "gpu_memory", "CUDA out of memory"
         return None
 
-    def rate_of(self, setting: Setting, kind: BlockKind) -> float:
+    def rate_of(self, setting: Setting, kind: TrialKind) -> float:
         """Samples a second of the readers alone, the steps alone, or the whole."""
         if kind == "readers":
             return min(self._readers_rate(setting), self.cores / self.decode_s)
@@ -244,14 +244,14 @@ class SimulatedRunner:
         self._noise = 0.0
         self._visited_until_s = -math.inf
 
-    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: TrialKind, seconds: float, limit_s: float) -> Result:
         machine, before = self._machine, self._living
         restart = before is None or trainer_knobs(before) != trainer_knobs(setting)
         other_s = START_S if restart else CHANGE_S if before != setting else 0.0
         self._living = None
         if (death := machine.death(setting)) is not None:
             self.now_s += other_s + 5.0
-            return Block(setting, kind, *death, other_s + 5.0)
+            return Result(setting, kind, *death, other_s + 5.0)
         truth = machine.rate_of(setting, kind)
         step_s = setting.global_batch / truth
         steps = max(round(seconds / step_s), LEAST_STEPS)
@@ -259,12 +259,12 @@ class SimulatedRunner:
             steps = math.floor((limit_s - other_s) / step_s) - 1
         if steps < LEAST_STEPS:
             self.now_s += limit_s
-            return Block(setting, kind, "timeout", f"got {max(steps, 0)} steps in {limit_s:g} s", limit_s)
+            return Result(setting, kind, "timeout", f"got {max(steps, 0)} steps in {limit_s:g} s", limit_s)
         self._living = setting
         self.now_s += other_s + step_s
         measured_s = self._measured_s(steps, step_s)
         self.now_s += measured_s
-        return self._block(setting, kind, steps, measured_s, other_s + step_s + measured_s)
+        return self._result(setting, kind, steps, measured_s, other_s + step_s + measured_s)
 
     def _measured_s(self, steps: int, step_s: float) -> float:
         """Seconds of consecutive steps, piece by piece."""
@@ -284,11 +284,11 @@ class SimulatedRunner:
             total_s += piece_s + 3.0 * self._rng.poisson(piece_s / d.stalls_s)
         return total_s
 
-    def _block(self, setting: Setting, kind: BlockKind, steps: int, measured_s: float, seconds: float) -> Block:
+    def _result(self, setting: Setting, kind: TrialKind, steps: int, measured_s: float, seconds: float) -> Result:
         machine, samples = self._machine, steps * setting.global_batch
         reader_s, decode_s = machine.reader_s(setting)
         peak = machine.ram_bytes(setting) * (1 + 0.005 * self._rng.standard_normal())
-        return Block(
+        return Result(
             setting,
             kind,
             "ok",
@@ -314,8 +314,8 @@ def tune(
 
 
 def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
-    while (cell := search.cell) is not None:
-        search.tell(lab.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s))
+    while (trial := search.trial) is not None:
+        search.tell(lab.measure(trial.setting, trial.kind, search.space.trial_s, trial.limit_s))
     return search
 
 

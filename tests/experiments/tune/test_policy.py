@@ -27,8 +27,8 @@ from tests.experiments.tune.simulated import (
     tuned,
 )
 from vesuvius.experiments import Ended
-from vesuvius.experiments.paired import LOOKS, WRONG
-from vesuvius.experiments.tune.measurement import Block, BlockKind, Knob, Setting
+from vesuvius.experiments.paired import ALPHA, MIN_PAIRS_TO_WRITE
+from vesuvius.experiments.tune.measurement import Knob, Result, Setting, TrialKind
 from vesuvius.experiments.tune.policy import conclude, policy
 from vesuvius.experiments.tune.search import Search
 
@@ -37,7 +37,7 @@ every_machine = pytest.mark.parametrize("name", BY_NAME)
 
 
 def settings_of(search: Search) -> list[Setting]:
-    return [block.setting for block in search.blocks]
+    return [result.setting for result in search.results]
 
 
 @pytest.mark.parametrize(("drift", "least", "seeds"), [(0.0, 0.97, 1), (0.05, 0.97, 2), (0.10, 0.95, 2)])
@@ -50,7 +50,7 @@ def test_a_tune_ends_near_the_optimum_despite_drift(drift: float, least: float, 
     assert min(found.values()) >= 0.88, found
     search, slow = tuned(SLOW.name, 0, drift)  # half an hour feeds a run of 18 s a step
     assert SLOW.rate(slow.best) >= 0.95 * best_rate(SLOW)
-    assert {block.ended for block in search.blocks} == {"ok"}
+    assert {result.ended for result in search.results} == {"ok"}
 
 
 @every_machine
@@ -61,12 +61,12 @@ def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_
         vram = machine.vram_bytes(setting)
         assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
         assert setting.global_batch == machine.source.global_batch
-    assert sum(block.seconds for block in search.blocks) <= 1800.0
-    assert {block.ended for block in search.blocks} <= ({"ok", "killed"} if machine is DIES else {"ok"})
+    assert sum(result.seconds for result in search.results) <= 1800.0
+    assert {result.ended for result in search.results} <= ({"ok", "killed"} if machine is DIES else {"ok"})
     again = Search(machine.space(budget_s=1800.0), BiasedPlanner(machine), policy)
-    for block in search.blocks:
-        again.tell(block)
-    assert again.cell is None, "the same blocks give the same questions"
+    for result in search.results:
+        again.tell(result)
+    assert again.trial is None, "the same trials give the same questions"
     assert (again.asked, conclude(again)) == (search.asked, found)
     assert set(found.reasons) == set(found.best.changes(machine.source))
     assert all(any(c.isdigit() for c in why) for why in found.reasons.values())
@@ -74,7 +74,7 @@ def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_
     if found.best != machine.source:
         assert found.certainty == "sure"
         assert found.gain is not None
-        assert found.gain.pairs >= LOOKS[0]
+        assert found.gain.pairs >= MIN_PAIRS_TO_WRITE
 
 
 def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
@@ -83,13 +83,13 @@ def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> Non
     notes = dict(search.notes)
     assert notes["readers"].startswith("no gain from workers 8 -> ")
     assert notes["steps"].startswith("readers deliver ")
-    assert {cell.stage for cell in search.asked} <= {"baseline", "readers", "delivery", "confirm"}
+    assert {trial.stage for trial in search.asked} <= {"baseline", "readers", "delivery", "confirm"}
     assert {setting.requests for setting in settings_of(search)} == {SOURCE.requests}, "on a disk"
 
 
 def test_an_unpredicted_death_rules_out_all_settings_as_large() -> None:
     search, found = tuned(DIES.name)
-    died = [block.setting.workers for block in search.blocks if block.ended == "killed"]
+    died = [result.setting.workers for result in search.results if result.ended == "killed"]
     assert 1 <= len(died) == len(set(died)) <= 2
     assert died == sorted(died, reverse=True)
     assert found.best.workers == 6
@@ -129,31 +129,31 @@ def test_a_small_budget_writes_only_what_was_measured_in_pairs(name: str, budget
     machine = BY_NAME[name]
     search = tune(machine, 0, machine.space(budget_s=budget_s))
     found = conclude(search)
-    assert sum(block.seconds for block in search.blocks) <= budget_s
+    assert sum(result.seconds for result in search.results) <= budget_s
     assert machine.rate(found.best) >= 0.95 * machine.rate(machine.source)
     if found.written != machine.source:
-        runs = Counter(block.setting for block in search.blocks if block.kind == "run")
-        assert runs[found.written] >= LOOKS[0]
-    readers = {block.setting: block.rate for block in search.blocks if block.kind == "readers"}
-    steps = max((block.rate for block in search.blocks if block.kind == "step"), default=0.0)
+        runs = Counter(result.setting for result in search.results if result.kind == "run")
+        assert runs[found.written] >= MIN_PAIRS_TO_WRITE
+    readers = {result.setting: result.rate for result in search.results if result.kind == "readers"}
+    steps = max((result.rate for result in search.results if result.kind == "step"), default=0.0)
     if len(readers) > 1 and 1.5 * readers[machine.source] < min(max(readers.values()), steps):
         assert found.best != machine.source, "what doubles the readers is recommended"
         assert found.certainty in ("sure", "likely")
 
 
 def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
-    """A slow store, and a budget that ends behind the first block with more requests."""
+    """A slow store, and a budget that ends behind the first trial with more requests."""
     machine = BY_NAME["data-bound on latency"]
     search = tune(machine, 0, machine.space(budget_s=105.0))
     found = conclude(search)
-    assert [block.kind for block in search.blocks] == ["readers", "step", "readers", "run", "run"]
+    assert [result.kind for result in search.results] == ["readers", "step", "readers", "run", "run"]
     assert (found.certainty, found.gain, found.complete) == ("likely", None, False)
     assert found.best.requests > machine.source.requests
     assert found.written == machine.source
     for budget_s in (300.0, 400.0, 600.0):  # enough to compare what was found with the baseline is kept
         found = conclude(tune(machine, 0, machine.space(budget_s=budget_s)))
         assert found.gain is not None
-        assert found.gain.pairs >= LOOKS[0]
+        assert found.gain.pairs >= MIN_PAIRS_TO_WRITE
         assert found.written == found.best
 
 
@@ -237,14 +237,16 @@ def test_where_no_knob_matters_at_most_5_percent_of_tunes_change_the_config(dist
     assert len(tried) >= 4
     found = [conclude(search) for search in tunes]
     assert sum(each.certainty == "likely" for each in found) >= 5, "so noisy that some look faster"
-    assert sum(each.written != source for each in found) <= WRONG * 100
+    assert sum(each.written != source for each in found) <= ALPHA * 100
 
 
 def test_the_block_that_chose_a_setting_is_not_taken_to_confirm_it() -> None:
     machine = BY_NAME["bursts"]
     search = tune(machine)
-    confirming = [i for i, cell in enumerate(search.asked) if cell.stage == "confirm" and cell.why.startswith("pair")]
-    fresh = [search.blocks[i].rate for i in confirming]
+    confirming = [
+        i for i, trial in enumerate(search.asked) if trial.stage == "confirm" and trial.why.startswith("pair")
+    ]
+    fresh = [search.results[i].rate for i in confirming]
     assert {rate for pair in search.with_base for rate in pair} == {*fresh}
 
 
@@ -252,11 +254,11 @@ def test_a_source_that_does_not_fit_or_dies_ends_the_tune_and_says_why() -> None
     source = replace(SOURCE, workers=12, prefetch_factor=4)
     search = tune(replace(BY_NAME["RAM-capped"], name="too many readers", source=source))
     found = conclude(search)
-    assert (search.blocks, found.certainty, found.best) == ([], "none", source)
+    assert (search.results, found.certainty, found.best) == ([], "none", source)
     assert "of RAM predicted, limit 34.44 GiB" in found.reason
     search = tune(replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1))
     found = conclude(search)
-    assert (len(search.blocks), found.certainty, found.written) == (1, "none", search.base)
+    assert (len(search.results), found.certainty, found.written) == (1, "none", search.base)
     assert "was ended by a kill" in found.reason
 
 
@@ -274,10 +276,10 @@ def test_a_setting_that_fails_to_confirm_is_not_taken(ended: Ended) -> None:
     machine = BY_NAME["switches matter"]
 
     class EndsBadly(SimulatedRunner):
-        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
-            block = super().measure(setting, kind, seconds, limit_s)
+        def measure(self, setting: Setting, kind: TrialKind, seconds: float, limit_s: float) -> Result:
+            result = super().measure(setting, kind, seconds, limit_s)
             is_bad = kind == "run" and setting != machine.source
-            return Block(setting, kind, ended, "so", 20.0) if is_bad else block
+            return Result(setting, kind, ended, "so", 20.0) if is_bad else result
 
     search = tune(machine, lab=EndsBadly(machine, 0))
     found = conclude(search)

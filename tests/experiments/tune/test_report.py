@@ -11,12 +11,12 @@ from vesuvius.errors import ConfigError
 from vesuvius.experiments.paired import Comparison
 from vesuvius.experiments.tune.report import (
     SLOWEST,
-    block_line,
     build_options,
     build_page,
     headline,
     plan_lines,
     summary,
+    trial_line,
 )
 
 
@@ -49,11 +49,11 @@ def test_the_headline_states_the_gain_and_its_certainty() -> None:
         ({"certainty": "none", "reason": "no memory"}, "No recommendation: no memory"),
         (
             {"gain": Comparison(0.2, 0.1, 0.31, 4)},
-            "1.20 times as fast (95 %: 1.10 to 1.31, 4 pairs of blocks): workers",
+            "1.20 times as fast (95 %: 1.10 to 1.31, 4 pairs of trials): workers",
         ),
         (
             {"certainty": "likely", "gain": Comparison(1.0, None, None, 2)},
-            "Likely 2.00 times as fast (2 pairs of blocks, no int",
+            "Likely 2.00 times as fast (2 pairs of trials, no int",
         ),
     ):
         assert headline(replace(found, **change), source).startswith(said)  # type: ignore[arg-type]
@@ -64,11 +64,11 @@ def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
     search, found = tuned("dies above a threshold")
     options = build_options(found, search, steps=1000)
     page = build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, (), "name: x")
-    rows = {table.title: table.rows for table in page.tables}["All blocks"]
-    assert len(rows) == len(search.blocks)
-    for number, block in enumerate(search.blocks):
-        ended = "ended by a kill: a reader was killed by signal 9" if block.ended != "ok" else " samples/s"
-        assert ended in block_line(number, block)
+    rows = {table.title: table.rows for table in page.tables}["All trials"]
+    assert len(rows) == len(search.results)
+    for number, result in enumerate(search.results):
+        ended = "ended by a kill: a reader was killed by signal 9" if result.ended != "ok" else " samples/s"
+        assert ended in trial_line(number, result)
     assert "ended by a kill: a reader was killed" in page.text
 
 

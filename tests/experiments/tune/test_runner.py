@@ -31,7 +31,7 @@ from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.stop import StoppedError
 
 _HANG_S = 120
-# Far longer than any test takes: whoever waits for the end of such a block hangs.
+# Far longer than any test takes: whoever waits for the end of such a trial hangs.
 _LONG_S = 3600.0
 
 
@@ -99,7 +99,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         pid, run = pid_of(trials / "000"), trials / "000"
         assert first.seconds > first.measured_s > 0
 
-        # The run block: the time of its last steps, as their own records have it.
+        # The full run: the time of its last steps, as their own records have it.
         steps = records_of(run, "step")
         assert first.samples % 4 == 0
         measured = steps[-first.samples // 4 :]
@@ -114,7 +114,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         read = lab.measure(setting, "readers", 0.2, _HANG_S)
         computed = lab.measure(setting, "step", 0.2, _HANG_S)
         again = lab.measure(deeper, "run", 0.2, _HANG_S)
-        assert [block.ended for block in (read, computed, again)] == ["ok"] * 3
+        assert [result.ended for result in (read, computed, again)] == ["ok"] * 3
         later = records_of(run, "step")[len(steps) :]
         assert [step["step"] for step in later] == list(range(steps[-1]["step"] + 1, later[-1]["step"] + 1))
         gap = later[0]["sample_index"] - steps[-1]["samples_total"]
@@ -174,9 +174,9 @@ def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(confi
 def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., Path], trials: Path) -> None:
     config = read_config(tiny_config(monitor={"ram_limit_gib": 0.2}))
     with closing(TrialRunner(config, trials)) as lab:
-        block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
-    assert block.ended == "guard"
-    assert "close to running out of memory: monitor.ram_limit_gib: " in block.cause
+        result = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
+    assert result.ended == "guard"
+    assert "close to running out of memory: monitor.ram_limit_gib: " in result.cause
 
 
 def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials: Path, tmp_path: Path) -> None:

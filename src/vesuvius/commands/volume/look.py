@@ -15,7 +15,7 @@ from vesuvius.commands.volume.shared import Commands, add_source, add_store, pri
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
-from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
+from vesuvius.volume_tools.verify import VerifyStats, verify_volume
 from vesuvius.volumes.alignment import align, describe_geometry
 from vesuvius.volumes.volume import open_volume
 
@@ -124,7 +124,7 @@ def add_verify(commands: Commands) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    def tell(figures: VerifyFigures) -> None:
+    def tell(figures: VerifyStats) -> None:
         found = f"{figures.chunks} chunks read, {len(figures.broken)} broken"
         progress.update("objects", figures.done, figures.objects, found)
 

@@ -18,7 +18,7 @@ from vesuvius.commands.volume.shared import Commands, add_source, add_store, pri
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.units import format_rate
-from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, copy_box
+from vesuvius.volume_tools.copy import CopyRequest, CopyStats, copy_box
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom import MIN_SIZE_VOXELS, write_phantom
@@ -91,7 +91,7 @@ def _copy(arguments: argparse.Namespace) -> int:
         labels=arguments.labels,
     )
 
-    def tell(figures: CopyFigures) -> None:
+    def tell(figures: CopyStats) -> None:
         failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
         progress.update("chunks", figures.done, figures.chunks, failed + _speed(figures))
 
@@ -165,7 +165,7 @@ def _dtype(text: str) -> np.dtype[Any]:
 def _import(arguments: argparse.Namespace) -> int:
     request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
-    def tell(figures: CopyFigures, doing: str) -> None:
+    def tell(figures: CopyStats, doing: str) -> None:
         progress.update("chunks", figures.done, figures.chunks, doing or _speed(figures))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
@@ -176,7 +176,7 @@ def _import(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _speed(figures: CopyFigures) -> str:
+def _speed(figures: CopyStats) -> str:
     return f"{format_rate(figures.voxel_bytes / max(figures.seconds, 1e-3))} of voxels"
 
 

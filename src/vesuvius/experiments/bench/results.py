@@ -29,27 +29,27 @@ BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf
 _NOTE = (
     "samples/s: median of the rounds, with minimum and maximum.  Speed: mean of the ratios within a round; all "
     "95 % intervals of a bench hold together.  Start: time to the steady state minus the "
-    "usual time of its steps.  Efficiency: speed per rank relative to the first cell."
+    "usual time of its steps.  Efficiency: speed per rank relative to the first trial."
 )
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """A setting to measure."""
 
-    label: str  # what distinguishes it from the other cells
+    label: str  # what distinguishes it from the other trials
     overrides: tuple[str, ...] = ()  # in addition to those of the command line
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of a cell in one round."""
+    """The measurement of a trial in one round."""
 
-    cell: int = 0
+    trial: int = 0
     round: int = 0
     ended: Ended = "ok"
     cause: str = ""  # one line; '' if it ended ok
-    run: str = ""  # name of its run directory below `cells/`; '' = none
+    run: str = ""  # name of its run directory below `trials/`; '' = none
     seconds: float = 0.0
     samples_s: float = 0.0  # in the steady state; 0 unless ok
     # seconds from the start of the process to the steady state, less what the steps until then take in it
@@ -59,7 +59,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a cell over all rounds."""
+    """The results of a trial over all rounds."""
 
     label: str
     overrides: tuple[str, ...]
@@ -92,10 +92,10 @@ def parse_axis(text: str) -> Axis:
     return key, values
 
 
-def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
-    """Return the baseline, which has the first value of every axis, then the other cells.
+def make_trials(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Trial]:
+    """Return the baseline, which has the first value of every axis, then the other trials.
 
-    Swept axes are crossed with each other.  A compared axis changes alone, so ten switches cost ten cells, not a
+    Swept axes are crossed with each other.  A compared axis changes alone, so ten switches cost ten trials, not a
     thousand.  Raises ConfigError if a key has two axes.
     """
     axes = [*sweeps, *compares]
@@ -106,7 +106,7 @@ def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
     crossed = [dict(each) for each in itertools.product(*([(key, v) for v in values] for key, values in sweeps))]
     chosen = [base | each for each in crossed]
     chosen += [base | {key: value} for key, values in compares for value in values[1:]]
-    return [Cell(_label(each, base), tuple(f"{key}={value}" for key, value in each.items())) for each in chosen]
+    return [Trial(_label(each, base), tuple(f"{key}={value}" for key, value in each.items())) for each in chosen]
 
 
 def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
@@ -115,30 +115,30 @@ def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in shown.items()) or "baseline"
 
 
-def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
-    """Return the results in the order of the cells; the first cell is the baseline."""
-    by_cell = [[m for m in measurements if m.cell == number] for number in range(len(cells))]
-    base = [m for m in by_cell[0] if m.ended == "ok"]
-    return [_result(cell, found, base, cells) for cell, found in zip(cells, by_cell, strict=True)]
+def results_of(trials: Sequence[Trial], measurements: Sequence[Measurement]) -> list[Result]:
+    """Return the results in the order of the trials; the first trial is the baseline."""
+    by_trial = [[m for m in measurements if m.trial == number] for number in range(len(trials))]
+    base = [m for m in by_trial[0] if m.ended == "ok"]
+    return [_result(trial, found, base, trials) for trial, found in zip(trials, by_trial, strict=True)]
 
 
-def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement], cells: Sequence[Cell]) -> Result:
+def _result(trial: Trial, found: Sequence[Measurement], base: Sequence[Measurement], trials: Sequence[Trial]) -> Result:
     fine = [m for m in found if m.ended == "ok"]
     others = {m.round: m.samples_s for m in base}
     pairs = [(m.samples_s, others[m.round]) for m in fine if m.round in others]
-    speed = compare_one_of(pairs, len(cells) - 1) if pairs and cell != cells[0] else None
+    speed = compare_one_of(pairs, len(trials) - 1) if pairs and trial != trials[0] else None
     figures = {
         name: value
         for name in dict.fromkeys(name for m in found for name in m.figures)
         if (value := _median([m.figures.get(name) for m in fine or found])) is not None
     }
-    ranks, base_ranks = _ranks(cell), _ranks(cells[0])
-    efficiency = 1.0 if cell == cells[0] and ranks and fine else None
+    ranks, base_ranks = _ranks(trial), _ranks(trials[0])
+    efficiency = 1.0 if trial == trials[0] and ranks and fine else None
     if speed and ranks and base_ranks:
         efficiency = (1 + speed.gain) * base_ranks / ranks
     return Result(
-        cell.label,
-        cell.overrides,
+        trial.label,
+        trial.overrides,
         next((f"{m.ended}: {m.cause}" for m in found if m.ended != "ok"), ""),
         {m.round: m.samples_s for m in fine},
         _median([m.samples_s for m in fine]),
@@ -155,9 +155,9 @@ def band(efficiency: float) -> str:
     return next(name for least, name in BANDS if efficiency >= least)
 
 
-def _ranks(cell: Cell) -> int | None:
-    """Number of ranks of a cell that sets nothing else; None for other cells."""
-    key, _, value = cell.overrides[0].partition("=") if len(cell.overrides) == 1 else ("", "", "")
+def _ranks(trial: Trial) -> int | None:
+    """Number of ranks of a trial that sets nothing else; None for other trials."""
+    key, _, value = trial.overrides[0].partition("=") if len(trial.overrides) == 1 else ("", "", "")
     return int(value) if key == RANKS and value.isdigit() else None
 
 
@@ -167,10 +167,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """Return a sentence on the cells that are measurably faster than the baseline, then the failures.
+    """Return a sentence on the trials that are measurably faster than the baseline, then the failures.
 
-    A cell is called the fastest only if it is measurably faster than each other one.  All tests have the level of
-    those with the baseline: a wrong sentence requires that a certain one of them fails for some cell.
+    A trial is called the fastest only if it is measurably faster than each other one.  All tests have the level of
+    those with the baseline: a wrong sentence requires that a certain one of them fails for some trial.
     """
     base = results[0]
     reference = base.label if "=" in base.label else f"the {base.label}"
@@ -179,23 +179,23 @@ def headline(results: Sequence[Result]) -> str:
     if base.samples_s is None:
         words = f"Nothing could be compared: {reference} could not be measured"
     elif not gains:
-        words = f"No other cell was measured; {reference}: {format_number(base.samples_s)} samples/s"
+        words = f"No other trial was measured; {reference}: {format_number(base.samples_s)} samples/s"
     elif gains[0][1].is_above(0.0):
         (best, speed), others = gains[0], [each for each in results if each.rates and each != gains[0][0]]
         rivals = ", ".join(each.label for each in others if not _is_faster(best, each, len(results)))
         words = f"{best.label} is {'measurably faster' if rivals else 'fastest'}: {speed_words(speed, reference)}"
         words += f"; not measurably faster than {rivals}" if rivals else ""
     else:
-        (best, speed), words = gains[0], f"No cell is measurably faster than {reference}"
+        (best, speed), words = gains[0], f"No trial is measurably faster than {reference}"
         words += f"; largest gain: {best.label}, {speed_words(speed, reference)}" if speed.gain > 0 else ""
     failed = [each.label for each in results if each.cause]
     return words + (f".  Failed: {', '.join(failed)}." if failed else ".")
 
 
-def _is_faster(cell: Result, other: Result, cells: int) -> bool:
-    """Whether a cell is measurably faster than another one of a bench of `cells` cells."""
-    pairs = [(rate, other.rates[number]) for number, rate in cell.rates.items() if number in other.rates]
-    return bool(pairs) and compare_one_of(pairs, cells - 1).is_above(0.0)
+def _is_faster(trial: Result, other: Result, trials: int) -> bool:
+    """Whether a trial is measurably faster than another one of a bench of `trials` trials."""
+    pairs = [(rate, other.rates[number]) for number, rate in trial.rates.items() if number in other.rates]
+    return bool(pairs) and compare_one_of(pairs, trials - 1).is_above(0.0)
 
 
 def speed_words(speed: Comparison, reference: str) -> str:
@@ -212,7 +212,7 @@ def build_page(
     base = results[0]
     sure = [each for each in results if each.speed and each.speed.is_above(0.0)]
     best = max(sure, key=lambda each: each.speed.gain if each.speed else 0.0, default=None)
-    failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
+    failed = Table("Failed", ("trial", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
     return RunReport(
         name=name,
         directory=directory,
@@ -248,7 +248,7 @@ def _scaling(results: Sequence[Result]) -> list[Chart]:
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """Return a table with a row for each cell."""
+    """Return a table with a row for each trial."""
     rows = [_row(each, index == 0) for index, each in enumerate(results)]
     columns = dict.fromkeys(name for row in rows for name in row)
     return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows), _NOTE)
@@ -257,7 +257,7 @@ def table_of(results: Sequence[Result]) -> Table:
 def _row(result: Result, is_base: bool) -> dict[str, str]:
     figures, speed, ends = result.figures, result.speed, sorted(result.rates.values())
     row = {
-        "cell": result.label,
+        "trial": result.label,
         "samples/s": format_number(result.samples_s),
         "min to max": f"{format_number(ends[0])} to {format_number(ends[-1])}" if len(ends) > 1 else "-",
         "speed": "baseline" if is_base else f"{format_number(1 + speed.gain)}x" if speed else "-",

@@ -1,4 +1,4 @@
-"""Runs a bench: each cell is measured once a round, by a process of `vesuvius train`."""
+"""Runs a bench: each trial is measured once a round, by a process of `vesuvius train`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, VesuviusError, one_line
-from vesuvius.experiments.bench.results import Cell, Measurement, build_page, results_of
+from vesuvius.experiments.bench.results import Measurement, Trial, build_page, results_of
 from vesuvius.experiments.folder import locked, write_figures
 from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
@@ -41,49 +41,49 @@ _prepared = cache(prepare_data)
 class BenchRequest:
     """The arguments of a bench."""
 
-    source: Path  # the YAML file; with `environment` and `overrides` applied it is what cells change
+    source: Path  # the YAML file; with `environment` and `overrides` applied it is what trials change
     overrides: tuple[str, ...]
-    cells: tuple[Cell, ...]
-    rounds: int  # how often each cell is measured
+    trials: tuple[Trial, ...]
+    rounds: int  # how often each trial is measured
     seconds: float  # of the steady state, per measurement
     limit_s: float  # the longest that a measurement may take
     command: str  # as typed
-    # variables that set keys, which a cell's trainer must not find in its own environment
+    # variables that set keys, which a trial's trainer must not find in its own environment
     environment: Mapping[str, str]
 
 
 def bench(request: BenchRequest) -> tuple[int, RunReport]:
-    """Measure all cells and write the report; after a signal, with the measurements until then.
+    """Measure all trials and write the report; after a signal, with the measurements until then.
 
-    Returns the exit code, EXIT_NO_RESULT if nothing could be measured, and the report.  Raises ConfigError if a cell's
+    Returns the exit code, EXIT_NO_RESULT if nothing could be measured, and the report.  Raises ConfigError if a trial's
     config is wrong or another bench of this run is active, and StorageError.
     """
 
     def config_with(overrides: Sequence[str]) -> Config:
         return read_config(request.source, [*request.overrides, *overrides], request.environment)
 
-    config, configs = config_with(()), [with_micro_batch(config_with(cell.overrides)) for cell in request.cells]
+    config, configs = config_with(()), [with_micro_batch(config_with(trial.overrides)) for trial in request.trials]
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd:
         folder, done = new_folder(parent), list[Measurement]()
         folder.mkdir()
-        log.info("%d cells, %d rounds; %s", len(configs), request.rounds, folder)
+        log.info("%d trials, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
         with StopRequest(None, "ending the trainer") as stop:
-            of_bench = partial(measure_cell, folder / "cells", lock_fd=lock_fd, stopping=stop.is_requested)
+            of_bench = partial(measure_trial, folder / "trials", lock_fd=lock_fd, stopping=stop.is_requested)
 
-            def measure(cell: int, round: int) -> Measurement:
-                found = of_bench(configs[cell], request.seconds, request.limit_s)
+            def measure(trial: int, round: int) -> Measurement:
+                found = of_bench(configs[trial], request.seconds, request.limit_s)
                 if done:  # what is measured so far outlives this process
                     _write(request, config, folder, done)
-                where = f"round {round + 1} of {request.rounds}: {request.cells[cell].label}"
+                where = f"round {round + 1} of {request.rounds}: {request.trials[trial].label}"
                 if found.ended == "ok":
                     rate, took = format_number(found.samples_s), format_duration(found.seconds)
                     log.info("%s: %s samples/s, %s", where, rate, took)
                 else:
                     log.warning("%s: %s: %s", where, found.ended, found.cause)
-                return replace(found, cell=cell, round=round)
+                return replace(found, trial=trial, round=round)
 
             try:
                 measure_rounds(done, len(configs), request.rounds, measure)
@@ -94,19 +94,19 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
 
 
 def measure_rounds(
-    done: list[Measurement], cells: int, rounds: int, measure: Callable[[int, int], Measurement]
+    done: list[Measurement], trials: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
-    """Append measure(cell, round) of every cell in each round to `done`, every other round in reverse order.
+    """Append measure(trial, round) of every trial in each round to `done`, every other round in reverse order.
 
-    A cell that failed is left out of the later rounds.
+    A trial that failed is left out of the later rounds.
     """
     for round in range(rounds):
-        for cell in list(range(cells))[:: -1 if round % 2 else 1]:
-            if not any(m.cell == cell and m.ended != "ok" for m in done):
-                done.append(measure(cell, round))
+        for trial in list(range(trials))[:: -1 if round % 2 else 1]:
+            if not any(m.trial == trial and m.ended != "ok" for m in done):
+                done.append(measure(trial, round))
 
 
-def measure_cell(
+def measure_trial(
     directory: Path,
     config: Config,
     seconds: float,
@@ -115,7 +115,7 @@ def measure_cell(
     lock_fd: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Measure `seconds` of the steady state of a cell, in a process whose run directory is in `directory`.
+    """Measure `seconds` of the steady state of a trial, in a process whose run directory is in `directory`.
 
     Args:
         limit_s: timeout.
@@ -176,9 +176,9 @@ def _write(
     request: BenchRequest, config: Config, folder: Path, measurements: Sequence[Measurement]
 ) -> tuple[int, RunReport]:
     """Write the figures as JSON, and the page."""
-    results, made = results_of(request.cells, measurements), made_by(request.command)
+    results, made = results_of(request.trials, measurements), made_by(request.command)
     facts = {
-        "baseline": ", ".join(request.cells[0].overrides) or "the config",
+        "baseline": ", ".join(request.trials[0].overrides) or "the config",
         "rounds": f"{request.rounds}, each {request.seconds:g} s of the steady state",
         "measuring took": format_duration(sum(m.seconds for m in measurements)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
@@ -193,7 +193,7 @@ def _write(
         "config": config.model_dump(mode="json"),
     }
     write_figures(folder / "benchmark_results.json", figures)
-    title = f"{config.name}: bench of {len(results)} cells"
+    title = f"{config.name}: bench of {len(results)} trials"
     train = shlex.join(["vesuvius", "train", "--config", str(request.source), *request.overrides])
     page = build_page(title, str(folder), facts, results, dump_config(config), train)
     write_page(folder, PAGE, render_html([page], made))

@@ -1,4 +1,4 @@
-"""The data of a tune: settings (`Setting`), their limits (`SearchSpace`) and measurements (`Block`)."""
+"""The data of a tune: settings (`Setting`), their limits (`SearchSpace`) and measurements (`Result`)."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ def in_words(setting: Setting, before: Setting) -> str:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Limits of the knobs and of the machine; with the blocks, the entire input of the policy."""
+    """Limits of the knobs and of the machine; with the results, the entire input of the policy."""
 
     source: Setting  # the setting of the config
-    budget_s: float  # seconds for all blocks together
-    block_s: float  # seconds to measure in a block
+    budget_s: float  # seconds for all trials together
+    trial_s: float  # seconds to measure in a trial
     # most_workers, most_prefetch, most_requests, most_batch (of the micro-batch): caps
     most_workers: int
     most_prefetch: int
     most_requests: int  # the source's number if no volume is on a remote store
     most_batch: int
-    ram_limit_bytes: int  # first threshold of the memory guard; blocks predicted above it are not started
+    ram_limit_bytes: int  # first threshold of the memory guard; trials predicted above it are not started
     vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
     kept: tuple[Knob, ...] = ()  # knobs that keep the source's value
     others: str = ""  # what other programs use of the machine, in words
@@ -119,7 +119,7 @@ class Planned:
 Planner = Callable[[Setting], Planned]
 """Predicts the memory of a setting.  Pure."""
 
-BlockKind = Literal["run", "readers", "step"]
+TrialKind = Literal["run", "readers", "step"]
 """Kind of a measurement: `run` = the training loop; `readers` = batches taken as soon as they arrive, without a step;
 `step` = optimizer steps on one batch while the readers are idle."""
 
@@ -128,11 +128,11 @@ OOM_OUTCOMES: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
 
 
 @dataclass(frozen=True)
-class Block:
+class Result:
     """A measurement of a setting, and how it ended."""
 
     setting: Setting
-    kind: BlockKind
+    kind: TrialKind
     ended: Ended
     cause: str  # one line; '' if it ended ok
     seconds: float  # in total: restart, reconfiguration, warm-up and measurement

@@ -3,7 +3,7 @@
 Readers (capacity R) and steps (rate T) are measured separately, so that neither hides the other.  The bottleneck comes
 first: readers and requests are raised until R exceeds T, then steps are made faster by larger micro-batches and
 switches.  The result is confirmed by full runs that alternate with the baseline.  Each stage is a generator that yields
-a `Cell` and is sent its `Block`: the same blocks give the same decisions.
+a `Trial` and is sent its `Result`: the same trials give the same decisions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
-from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, BlockKind, Knob, Setting, in_words, trainer_knobs
-from vesuvius.experiments.tune.search import AT_ONCE, SMALLEST_GAIN, SURE, Asks, Search
+from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, Knob, Setting, TrialKind, in_words, trainer_knobs
+from vesuvius.experiments.tune.search import RUN_SHORTCUT_GAIN, SMALLEST_GAIN, STEP_SHORTCUT_GAIN, Asks, Search
 from vesuvius.runlog.units import format_count
 
 Certainty = Literal["sure", "likely", "unchanged", "none"]
@@ -47,12 +47,12 @@ class Recommendation:
 
 
 def conclude(search: Search, cut_short: str = "") -> Recommendation:
-    """Return the recommendation from the blocks so far; `cut_short` = why the tune ended early, '' = it did not."""
+    """Return the recommendation from the trials so far; `cut_short` = why the tune ended early, '' = it did not."""
     base, best, cut_short = search.base, search.best, cut_short or search.cut_short
     gain = compare(search.with_base) if search.with_base else None
     rates = search.rates.expected("run", best), search.rates.expected("run", base)
     predicted = rates[0] / rates[1] - 1 if rates[0] and rates[1] else None
-    obstacle = search.memory.obstacle(best)  # a later block may have exceeded the memory
+    obstacle = search.memory.obstacle(best)  # a later trial may have exceeded the memory
     certainty: Certainty = "likely"
     if best == base or obstacle or ((predicted or 0.0) if gain is None else gain.gain) < SMALLEST_GAIN:
         certainty = "unchanged"
@@ -65,12 +65,12 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     elif obstacle:
         reason = f"{in_words(best, base)} cannot be recommended: {obstacle}"
     elif certainty == "unchanged":
-        is_tried = any(block.setting != base for block in search.blocks)
+        is_tried = any(result.setting != base for result in search.results)
         reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
     else:
         reason = "nothing more to try"
     best = base if certainty == "unchanged" else best
-    if not any(block.ended == "ok" for block in search.blocks) or search.memory.obstacle(best) is not None:
+    if not any(result.ended == "ok" for result in search.results) or search.memory.obstacle(best) is not None:
         return Recommendation("none", base, base, reason, {}, None, None, complete=False)
     written = best if certainty == "sure" else base
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(base)}
@@ -82,7 +82,7 @@ def policy(search: Search) -> Asks[None]:
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return
-    kinds: tuple[tuple[BlockKind, str], ...] = (("readers", "readers alone"), ("step", "steps alone"))
+    kinds: tuple[tuple[TrialKind, str], ...] = (("readers", "readers alone"), ("step", "steps alone"))
     for kind, words in kinds:
         if (yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")) is None:
             search.cut_short = f"the unchanged config cannot be measured: {search.why_failed}"
@@ -91,8 +91,8 @@ def policy(search: Search) -> Asks[None]:
     yield from _feed(search)
     if (yield from _raise_steps(search)):
         yield from _feed(search)
-    block = yield from search.measure(search.best, "run", "confirm", "a full run with the best setting")
-    if block is None:
+    result = yield from search.measure(search.best, "run", "confirm", "a full run with the best setting")
+    if result is None:
         return search.note("confirm", search.why_failed)
     yield from _smooth(search)
     yield from _without_readers(search)
@@ -114,7 +114,7 @@ def _feed(search: Search) -> Asks[None]:
         least = max(SMALLEST_GAIN, min(_KNEE, (max(setting.workers, 1) / max(best.workers, 1) - 1) / 2))
         have = search.rates.measured("readers", best) if best.workers else search.rates.limit(best)
         assert have is not None  # both were measured for the best setting
-        # More requests gain much or nothing, as does the first reader: one block is enough.
+        # More requests gain much or nothing, as does the first reader: one trial is enough.
         at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
         changes = in_words(setting, best)
@@ -125,11 +125,11 @@ def _feed(search: Search) -> Asks[None]:
         elif is_requests:
             more_requests = False
         else:
-            deaths = sum(block.ended in OOM_OUTCOMES for block in search.blocks)
+            deaths = sum(result.ended in OOM_OUTCOMES for result in search.results)
             if (
                 found is None
                 and not search.cut_short
-                and search.blocks[-1].ended in OOM_OUTCOMES
+                and search.results[-1].ended in OOM_OUTCOMES
                 and deaths <= _MOST_DEATHS
             ):
                 continue  # the next setting is smaller than those that died
@@ -197,9 +197,9 @@ def _larger_batch(search: Search) -> Setting | None:
 
 def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
     """Take a setting whose steps alone are faster; returns whether it was taken."""
-    words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-AT_ONCE, math.inf)
+    words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-STEP_SHORTCUT_GAIN, math.inf)
     found = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
-    return search.adopt(setting, found, "steps", "steps alone", AT_ONCE)
+    return search.adopt(setting, found, "steps", "steps alone", STEP_SHORTCUT_GAIN)
 
 
 def _smooth(search: Search) -> Asks[None]:
@@ -219,7 +219,7 @@ def _smooth(search: Search) -> Asks[None]:
             return
         tried.add(rival)
         found = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
-        search.adopt(rival, found, "delivery", "full run", SURE)
+        search.adopt(rival, found, "delivery", "full run", RUN_SHORTCUT_GAIN)
         if found is None:
             return
 
@@ -230,7 +230,7 @@ def _without_readers(search: Search) -> Asks[None]:
     none = replace(best, workers=0)
     if 0 < best.workers <= _FEW_READERS and "workers" not in search.space.kept and not search.memory.obstacle(none):
         found = yield from search.in_turn((none, "run"), (best, "run"), "delivery")
-        search.adopt(none, found, "delivery", "full run", SURE)
+        search.adopt(none, found, "delivery", "full run", RUN_SHORTCUT_GAIN)
 
 
 def does_not_fit(obstacle: str) -> str:

@@ -1,4 +1,4 @@
-"""Predicts memory and samples/s of a setting from the blocks so far.  Pure."""
+"""Predicts memory and samples/s of a setting from the trials so far.  Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 from vesuvius.errors import one_line
 from vesuvius.experiments.tune.measurement import (
     OOM_OUTCOMES,
-    Block,
-    BlockKind,
     Planner,
+    Result,
     SearchSpace,
     Setting,
+    TrialKind,
     trainer_knobs,
 )
 from vesuvius.runlog.units import format_size
@@ -35,16 +35,16 @@ _SIZES = {"workers", "requests", "prefetch_factor", "train_batch_size", "accumul
 
 
 class PredictedMemory:
-    """Predicts memory from the planner, corrected by the blocks so far, which may grow after construction."""
+    """Predicts memory from the planner, corrected by the trials so far, which may grow after construction."""
 
-    def __init__(self, space: SearchSpace, planner: Planner, blocks: Sequence[Block]) -> None:
-        self._space, self._planner, self._blocks = space, planner, blocks
+    def __init__(self, space: SearchSpace, planner: Planner, results: Sequence[Result]) -> None:
+        self._space, self._planner, self._results = space, planner, results
 
     def obstacle(self, setting: Setting) -> str | None:
         """Return why a setting may not be tried; None if it may."""
         if kept := [knob for knob in self._space.kept if knob in setting.changes(self._space.source)]:
             return f"--keep {','.join(kept)}"
-        if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
+        if (failed := next((result for result in self._results if self._bars(result, setting)), None)) is not None:
             return death_text(failed)
         limits = (
             (self.vram_bytes(setting), "GPU memory", self._space.vram_limit_bytes),
@@ -80,10 +80,10 @@ class PredictedMemory:
             return getattr(self._planner(other), name) or 0
 
         peaks: dict[bool, dict[Setting, int]] = {True: {}, False: {}}  # of full runs, and of parts
-        for block in self._blocks:
-            if block.ended == "ok" and (size_bytes := getattr(block, name)) is not None:
-                found = peaks[block.kind == "run"]
-                found[block.setting] = max(found.get(block.setting, 0), size_bytes)
+        for result in self._results:
+            if result.ended == "ok" and (size_bytes := getattr(result, name)) is not None:
+                found = peaks[result.kind == "run"]
+                found[result.setting] = max(found.get(result.setting, 0), size_bytes)
         if setting in peaks[True]:
             return peaks[True][setting]
         wanted, known = planned(setting), peaks[True] or peaks[False]
@@ -94,44 +94,44 @@ class PredictedMemory:
         most = known[near] + (_GROWTH if growth > 0 else _SAVING) * growth
         return max(int((1 + _SPREAD) * most), peaks[False].get(setting, 0), 0 if peaks[True] else wanted)
 
-    def _bars(self, block: Block, setting: Setting) -> bool:
-        """Whether a failed block rules out a setting; a lack of memory also rules out all that are planned as large."""
-        if block.ended == "ok" or block.setting == setting:
-            return block.ended != "ok"
-        if block.ended not in OOM_OUTCOMES or _switches_apart(block.setting, setting):
+    def _bars(self, result: Result, setting: Setting) -> bool:
+        """Whether a failed trial rules out a setting; a lack of memory also rules out all that are planned as large."""
+        if result.ended == "ok" or result.setting == setting:
+            return result.ended != "ok"
+        if result.ended not in OOM_OUTCOMES or _switches_apart(result.setting, setting):
             return False  # errors and timeouts do not rule out larger settings
-        if any(other.setting == setting and other.ended == "ok" for other in self._blocks):
+        if any(other.setting == setting and other.ended == "ok" for other in self._results):
             return False
-        wanted, died = self._planner(setting), self._planner(block.setting)
-        if block.ended == "gpu_memory":
+        wanted, died = self._planner(setting), self._planner(result.setting)
+        if result.ended == "gpu_memory":
             return (wanted.vram_bytes or 0) >= (died.vram_bytes or 0)
         return wanted.ram_bytes >= died.ram_bytes
 
 
 class PredictedRates:
-    """Predicts samples/s from the blocks so far: the smaller of the readers' and the trainer's limit."""
+    """Predicts samples/s from the trials so far: the smaller of the readers' and the trainer's limit."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self._blocks = blocks
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._results = results
 
-    def of(self, kind: BlockKind, setting: Setting) -> list[Block]:
-        """The blocks of a kind that apply to a setting: steps do not depend on readers, and readers not on steps."""
+    def of(self, kind: TrialKind, setting: Setting) -> list[Result]:
+        """The trials of a kind that apply to a setting: steps do not depend on readers, and readers not on steps."""
         same = {"run": lambda s: s, "readers": lambda s: (s.workers, s.requests), "step": trainer_knobs}[kind]
         return [b for b in self._measured(kind) if same(b.setting) == same(setting)]
 
-    def measured(self, kind: BlockKind, setting: Setting) -> float | None:
-        """Samples/s: the geometric mean of the blocks; None if there are none."""
-        rates = [block.rate for block in self.of(kind, setting)]
+    def measured(self, kind: TrialKind, setting: Setting) -> float | None:
+        """Samples/s: the geometric mean of the trials; None if there are none."""
+        rates = [result.rate for result in self.of(kind, setting)]
         return math.exp(math.fsum(map(math.log, rates)) / len(rates)) if rates else None
 
-    def expected(self, kind: BlockKind, setting: Setting) -> float | None:
+    def expected(self, kind: TrialKind, setting: Setting) -> float | None:
         """Samples/s: measured, or predicted; None if no measurement allows a prediction."""
         if (measured := self.measured(kind, setting)) is not None or kind == "step":
             return measured
         return self._scaled(setting) if kind == "readers" else self._predicted(setting)
 
     def limit(self, setting: Setting) -> float | None:
-        """The smaller limit of readers and trainer; None without a block of each."""
+        """The smaller limit of readers and trainer; None without a trial of each."""
         readers, trainer = self.expected("readers", setting), self.measured("step", setting)
         if readers is None or trainer is None:
             return None
@@ -148,8 +148,8 @@ class PredictedRates:
         settings = dict.fromkeys(b.setting for b in self._measured("run"))
         return sorted(settings, key=lambda s: -(self.measured("run", s) or 0.0))
 
-    def _measured(self, kind: BlockKind) -> list[Block]:
-        return [b for b in self._blocks if b.kind == kind and b.ended == "ok"]
+    def _measured(self, kind: TrialKind) -> list[Result]:
+        return [b for b in self._results if b.kind == kind and b.ended == "ok"]
 
     def _predicted(self, setting: Setting) -> float | None:
         """The smaller limit, reduced by the shortfall of the nearest measured run."""
@@ -161,7 +161,7 @@ class PredictedRates:
         return limit * min(reached / its_limit, 1.0) if reached and its_limit else limit
 
     def _scaled(self, setting: Setting) -> float | None:
-        """The rate of the nearest block, scaled by the number of readers."""
+        """The rate of the nearest trial, scaled by the number of readers."""
         counts = {b.setting: max(b.setting.workers, 1) for b in self._measured("readers")}
         if not counts:
             return None
@@ -170,13 +170,13 @@ class PredictedRates:
         return (self.measured("readers", near) or 0.0) * count / counts[near]
 
 
-def death_text(block: Block) -> str:
-    """Describe a failure: `a run block with workers 8, ... was ended by the memory guard: ...`."""
-    s = block.setting
+def death_text(result: Result) -> str:
+    """Describe a failure: `a run trial with workers 8, ... was ended by the memory guard: ...`."""
+    s = result.setting
     return (
-        f"a {block.kind} block with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
-        f"{s.train_batch_size} was ended by {ENDED_BY[block.ended]}: "
-        f"{one_line(block.cause) or 'cause unknown'}"
+        f"a {result.kind} trial with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
+        f"{s.train_batch_size} was ended by {ENDED_BY[result.ended]}: "
+        f"{one_line(result.cause) or 'cause unknown'}"
     )
 
 

@@ -17,7 +17,7 @@ from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.experiments.tune.measurement import Block, Planner, SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.measurement import Planner, Result, SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, Search
@@ -111,7 +111,7 @@ def headline(found: Recommendation, source: Setting) -> str:
     if gain is None:
         times = "Speedup unknown" if found.predicted is None else f"{1 + found.predicted:.2f} times as fast"
         return f"{times}, predicted from readers and steps measured alone: {changes}"
-    pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of blocks"
+    pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of trials"
     ends = " to ".join(f"{1 + end:.2f}" for end in gain.ends)
     proof = f"95 %: {ends}, {pairs}" if ends else f"{pairs}, no interval"
     likely = "Likely " * (found.certainty == "likely")
@@ -128,14 +128,14 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
     return lines | {"end of tuning": found.reason}
 
 
-def block_line(number_of: int, block: Block) -> str:
-    """The log line at the end of a block."""
-    begin = f"Block {number_of} took {format_duration(block.seconds)}: "
-    if block.ended != "ok":
-        return begin + _end_words(block)
-    waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
-    memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
-    return f"{begin}{format_number(block.rate)} samples/s{waited}{memory}"
+def trial_line(number_of: int, result: Result) -> str:
+    """The log line at the end of a trial."""
+    begin = f"Trial {number_of} took {format_duration(result.seconds)}: "
+    if result.ended != "ok":
+        return begin + _end_words(result)
+    waited = "" if result.data_share is None else f", waited for data {format_percent(result.data_share)}"
+    memory = "" if result.ram_bytes is None else f", {memory_words(result.ram_bytes, result.vram_bytes)}"
+    return f"{begin}{format_number(result.rate)} samples/s{waited}{memory}"
 
 
 def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
@@ -166,7 +166,7 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, "
         f"{format_count(space.most_workers, 'worker')}, {f'{space.most_requests} requests, ' if requests else ''}"
         f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
-        f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; settings to try:",
+        f"budget   {format_duration(space.budget_s)}, {space.trial_s:.0f} s to measure in each trial; settings to try:",
         *lines,
         "dry run: the measurements decide which of these are tried; nothing was written",
     ]
@@ -187,26 +187,26 @@ def build_page(
         (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
         for knob, why in found.reasons.items()
     ]
-    blocks = [
+    rows = [
         (
             str(index),
-            cell.stage,
-            KINDS[cell.kind],
-            format_number(block.rate or None),
-            format_percent(block.data_share),
-            format_gib(block.ram_bytes),
-            f"{block.seconds:.0f}",
-            "" if block.ended == "ok" else _end_words(block),
-            cell.why,
+            trial.stage,
+            KINDS[trial.kind],
+            format_number(result.rate or None),
+            format_percent(result.data_share),
+            format_gib(result.ram_bytes),
+            f"{result.seconds:.0f}",
+            "" if result.ended == "ok" else _end_words(result),
+            trial.why,
         )
-        for index, (cell, block) in enumerate(zip(search.asked, search.blocks, strict=True))
+        for index, (trial, result) in enumerate(zip(search.asked, search.results, strict=True))
     ]
     columns = ("#", "stage", "measured", "samples/s", "data wait", "RAM, GiB", "took, s", "failure", "why")
     tables = (
         _option_table(options),
         Table("Reason for each value", ("key", "before", "now", "why"), tuple(values)),
         Table("Rejected settings, and where each stage stopped", ("stage", "why"), tuple(search.notes)),
-        Table("All blocks", columns, tuple(blocks)),
+        Table("All trials", columns, tuple(rows)),
     )
     return RunReport(
         name=f"{name}: tune",
@@ -252,8 +252,8 @@ def _option_table(options: Sequence[Option]) -> Table:
     return Table("Options", columns, tuple(rows), _NOTE)
 
 
-def _end_words(block: Block) -> str:
-    return f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": ")
+def _end_words(result: Result) -> str:
+    return f"ended by {ENDED_BY[result.ended]}: {result.cause}".removesuffix(": ")
 
 
 def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
@@ -302,7 +302,7 @@ def tuned_yaml(
 
 
 def check_tunable(source: Path) -> None:
-    """Raise ConfigError or StorageError, before the first block, if the tuned config cannot be written."""
+    """Raise ConfigError or StorageError, before the first trial, if the tuned config cannot be written."""
     if _is_ours(source):
         raise ConfigError(f"{source} was written by vesuvius tune; tune the config it extends or remove its first line")
     path = tuned_path(source)

@@ -1,4 +1,4 @@
-"""The state of a search: the next cell, the blocks so far, the best setting, the remaining budget.  Pure."""
+"""The state of a search: the next trial, the trials so far, the best setting, the remaining budget.  Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from vesuvius.experiments.paired import LOOKS, MOST_PAIRS, Comparison, compare
+from vesuvius.experiments.paired import LOOKS, MIN_PAIRS_TO_WRITE, MOST_PAIRS, Comparison, compare
 from vesuvius.experiments.tune.measurement import (
-    Block,
-    BlockKind,
     Knob,
     Planner,
+    Result,
     SearchSpace,
     Setting,
+    TrialKind,
     in_words,
     trainer_knobs,
 )
@@ -23,27 +23,28 @@ from vesuvius.runlog.units import format_duration
 
 Stage = Literal["baseline", "readers", "steps", "delivery", "confirm"]
 T = TypeVar("T")
-Asks = Generator["Cell", Block, T]
+Asks = Generator["Trial", Result, T]
 
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
-KINDS: dict[BlockKind, str] = {"run": "full run", "readers": "readers alone", "step": "steps alone"}
+KINDS: dict[TrialKind, str] = {"run": "full run", "readers": "readers alone", "step": "steps alone"}
 
 _LARGE_GAIN = 0.10  # a change is dropped once it significantly gains less
-AT_ONCE, SURE = 0.15, 0.5  # two pairs that both differ by more suffice: for steps alone, for anything else
-# Assumed seconds of a block in addition to measuring, by `_need`.
+# Two pairs that both differ by more suffice: for steps alone, for anything else.
+STEP_SHORTCUT_GAIN, RUN_SHORTCUT_GAIN = 0.15, 0.5
+# Assumed seconds of a trial in addition to measuring, by `_need`.
 _ASSUMED_S = {(True, True): 40.0, (True, False): 20.0, (False, True): 10.0, (False, False): 10.0}
 _COMPILE_S = 90.0  # assumed additional time of the first start that compiles
 _LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """The next measurement, its stage, and the reason."""
 
     setting: Setting
-    kind: BlockKind
+    kind: TrialKind
     stage: Stage
     why: str
     expected_s: float
@@ -51,99 +52,99 @@ class Cell:
 
 
 class Search:
-    """A search: call `tell` with the block of its `cell` until `cell` is None.
+    """A search: call `tell` with the result of its `trial` until `trial` is None.
 
-    The policy is a generator that yields a `Cell` and is sent its `Block`.
+    The policy is a generator that yields a `Trial` and is sent its `Result`.
     """
 
     def __init__(self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]]) -> None:
         self.space = space
-        self.asked: list[Cell] = []  # all cells so far
-        self.blocks: list[Block] = []  # their measurements
-        self.memory = PredictedMemory(space, planner, self.blocks)
-        self.rates = PredictedRates(self.blocks)
+        self.asked: list[Trial] = []  # all trials so far
+        self.results: list[Result] = []  # their measurements
+        self.memory = PredictedMemory(space, planner, self.results)
+        self.rates = PredictedRates(self.results)
         self.base = self.best = space.source
         self.because: dict[Knob, str] = {}  # reason for each changed knob
         self.notes: list[tuple[Stage, str]] = []  # for each stage, the rejected settings and why it ended
         self.with_base: list[tuple[float, float]] = []  # samples/s of pairs of full runs of the best and the base
         self.cut_short = ""  # why the search ended early; '' = it did not
-        self.why_failed = ""  # why the last block could not be measured
-        self._overhead_s: dict[tuple[bool, bool], float] = {}  # longest time of a block in addition to measuring
+        self.why_failed = ""  # why the last trial could not be measured
+        self._overhead_s: dict[tuple[bool, bool], float] = {}  # longest time of a trial in addition to measuring
         self._script = policy(self)
-        self.cell: Cell | None = next(self._script, None)  # to measure next; None = the search is over
+        self.trial: Trial | None = next(self._script, None)  # to measure next; None = the search is over
 
     @property
     def left_s(self) -> float:
         """Remaining seconds of the budget."""
-        return self.space.budget_s - math.fsum(block.seconds for block in self.blocks)
+        return self.space.budget_s - math.fsum(result.seconds for result in self.results)
 
-    def tell(self, block: Block) -> None:
-        """Add the block of `cell`, and choose the next cell."""
+    def tell(self, result: Result) -> None:
+        """Add the result of `trial`, and choose the next trial."""
         try:
-            self.cell = self._script.send(block)
+            self.trial = self._script.send(result)
         except StopIteration:
-            self.cell = None
+            self.trial = None
 
-    def measure(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> Asks[Block | None]:
-        """Measure one block; None if it failed, may not be tried, or does not fit the budget: see `why_failed`."""
+    def measure(self, setting: Setting, kind: TrialKind, stage: Stage, why: str) -> Asks[Result | None]:
+        """Measure one trial; None if it failed, may not be tried, or does not fit the budget: see `why_failed`."""
         if (obstacle := self.memory.obstacle(setting)) is not None:
             self.why_failed = f"{in_words(setting, self.base)}: {obstacle}"
             return None
         left_s, seconds, kept_s = self.left_s, self.expected_s(setting, kind), 0.0
         if stage not in ("baseline", "confirm") and self.best != self.base:
             # For the first look at pairs of full runs of the best and the baseline.
-            kept_s = LOOKS[0] * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
+            kept_s = MIN_PAIRS_TO_WRITE * (self.expected_s(self.best, "run") + self.expected_s(self.base, "run"))
         if seconds + kept_s > left_s:
             kept = f", {format_duration(kept_s)} is reserved to confirm the result" if kept_s else ""
             self.cut_short = self.why_failed = (
                 f"the budget was spent: {format_duration(max(left_s, 0))} of {format_duration(self.space.budget_s)} "
-                f"is left after {len(self.blocks)} blocks{kept}; the next one takes {format_duration(seconds)} ({why})"
+                f"is left after {len(self.results)} trials{kept}; the next one takes {format_duration(seconds)} ({why})"
             )
             return None
-        share = 2 if not self.blocks else 3 if self.space.compiles(setting) else 6
-        limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
-        cell = Cell(setting, kind, stage, why, seconds, limit_s)
-        block = yield cell
+        share = 2 if not self.results else 3 if self.space.compiles(setting) else 6
+        limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.trial_s + 40.0))
+        trial = Trial(setting, kind, stage, why, seconds, limit_s)
+        result = yield trial
         need = self._need(setting, kind)
-        self.blocks.append(block)
-        self.asked.append(cell)
-        if block.ended == "ok":
-            self._overhead_s[need] = max(self._overhead_s.get(need, 0.0), block.seconds - block.measured_s)
-            return block
-        self.why_failed = death_text(block)
-        if block.ended == "timeout" and limit_s == left_s:
+        self.results.append(result)
+        self.asked.append(trial)
+        if result.ended == "ok":
+            self._overhead_s[need] = max(self._overhead_s.get(need, 0.0), result.seconds - result.measured_s)
+            return result
+        self.why_failed = death_text(result)
+        if result.ended == "timeout" and limit_s == left_s:
             self.cut_short = f"the budget was spent: {self.why_failed}"
         return None
 
-    def expected_s(self, setting: Setting, kind: BlockKind) -> float:
-        """Expected seconds of a block: starting a process or readers as long as it took so far, and measuring."""
+    def expected_s(self, setting: Setting, kind: TrialKind) -> float:
+        """Expected seconds of a trial: starting a process or readers as long as it took so far, and measuring."""
         need = self._need(setting, kind)
         other_s = self._overhead_s.get(need, _ASSUMED_S[need])
         compiled = self.space.compiles
-        if need[0] and compiled(setting) and not any(compiled(b.setting) for b in self.blocks):
+        if need[0] and compiled(setting) and not any(compiled(b.setting) for b in self.results):
             other_s += _COMPILE_S
         rate = self.rates.expected(kind, setting)
-        return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
+        return other_s + max(self.space.trial_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
-    def _need(self, setting: Setting, kind: BlockKind) -> tuple[bool, bool]:
-        """Whether a block needs a new process; and whether it is a full run, which first validates and saves."""
-        alike = bool(self.blocks) and trainer_knobs(self.blocks[-1].setting) == trainer_knobs(setting)
-        return not (alike and self.blocks[-1].ended == "ok"), kind == "run"
+    def _need(self, setting: Setting, kind: TrialKind) -> tuple[bool, bool]:
+        """Whether a trial needs a new process; and whether it is a full run, which first validates and saves."""
+        alike = bool(self.results) and trainer_knobs(self.results[-1].setting) == trainer_knobs(setting)
+        return not (alike and self.results[-1].ended == "ok"), kind == "run"
 
     def in_turn(
         self,
-        one: tuple[Setting, BlockKind],
-        other: tuple[Setting, BlockKind],
+        one: tuple[Setting, TrialKind],
+        other: tuple[Setting, TrialKind],
         stage: Stage,
         most_pairs: int = MOST_PAIRS,
         pairs: list[tuple[float, float]] | None = None,
     ) -> Asks[Comparison | None]:
         """Measure two settings alternately until it is settled whether `one` is faster; None without a pair.
 
-        Pairs are appended to `pairs`.  To confirm a result, all are new: the block that chose a setting flatters it.
+        Pairs are appended to `pairs`.  To confirm a result, all are new: the trial that chose a setting flatters it.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
-        at_once = AT_ONCE if one[1] == "step" else SURE
+        at_once = STEP_SHORTCUT_GAIN if one[1] == "step" else RUN_SHORTCUT_GAIN
         while True:
             found = compare(pairs) if pairs else None
             if found is not None:
@@ -151,22 +152,22 @@ class Search:
                 is_settled = len(pairs) in LOOKS and _is_gain_settled(found)
                 if is_large or is_settled or len(pairs) >= most_pairs:
                     return found
-            last = self.blocks[-1] if self.blocks else None
+            last = self.results[-1] if self.results else None
             at = (last.setting, last.kind) if last and last.ended == "ok" else None
             is_half = last and not pairs and at in (one, other) and stage != "confirm"  # of the first pair
             rates = {at: last.rate} if last and is_half else {}
             for each in (other, one) if at == other else (one, other):
                 if each not in rates:
-                    block = yield from self.measure(*each, stage, f"pair {len(pairs) + 1}: {words}")
-                    if block is None:
+                    result = yield from self.measure(*each, stage, f"pair {len(pairs) + 1}: {words}")
+                    if result is None:
                         return found
-                    rates[each] = block.rate
+                    rates[each] = result.rate
             pairs.append((rates[one], rates[other]))
 
     def gain(
         self,
         setting: Setting,
-        kind: BlockKind,
+        kind: TrialKind,
         stage: Stage,
         why: str,
         have: float,
@@ -175,7 +176,7 @@ class Search:
     ) -> Asks[Comparison | None]:
         """Return the gain over the best, which has a rate of `have`; None = the measurement failed.
 
-        One block is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
+        One trial is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
         """
         first = yield from self.measure(setting, kind, stage, why)
         if first is None:

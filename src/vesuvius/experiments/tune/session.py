@@ -1,7 +1,7 @@
-"""Runs a tune from the first block to the report: the policy chooses cells, a trainer measures them.
+"""Runs a tune from the first trial to the report: the policy chooses trials, a trainer measures them.
 
 The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes results to its run directory.
-If it dies, the tune continues: the rest of it is killed, and the cause is stored in the `Block`.
+If it dies, the tune continues: the rest of it is killed, and the cause is stored in the `Result`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from vesuvius.experiments.machine import facts_of_this_place, machine_words, wit
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
 from vesuvius.experiments.tune.measurement import (
     READER_KNOBS,
-    Block,
-    BlockKind,
     Knob,
     Planner,
+    Result,
     SearchSpace,
     Setting,
+    TrialKind,
     key_of,
     trainer_knobs,
 )
 from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.report import (
-    block_line,
     build_options,
     build_page,
     check_tunable,
@@ -45,6 +44,7 @@ from vesuvius.experiments.tune.report import (
     memory_words,
     plan_lines,
     summary,
+    trial_line,
     tuned_path,
     tuned_yaml,
 )
@@ -86,7 +86,7 @@ class TrialRunner:
         self._in_force = Setting.of(config)
         self._commands = 0
 
-    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: TrialKind, seconds: float, limit_s: float) -> Result:
         """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
 
         After `limit_s` the trainer is killed.  Raises StoppedError, and OSError if the disk cannot be written.
@@ -100,30 +100,30 @@ class TrialRunner:
             try:
                 config = trainer_config(force.applied_to(self._config), next_number(self._directory))
             except ValidationError as error:
-                return Block(setting, kind, "failed", one_line(error, 400), 0.0)
+                return Result(setting, kind, "failed", one_line(error, 400), 0.0)
             self.close()
             trainer = self._trainer = Trainer(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = force
         self._commands += 1
         command = {"number": self._commands, "kind": kind, "seconds": seconds}
         command |= {knob: getattr(force, knob) for knob in READER_KNOBS}
-        results: list[Record] = []
+        records: list[Record] = []
 
         def take(record: Record) -> bool:
-            if record["kind"] == "block" and record["number"] == command["number"]:
-                results.append(record)
-            return bool(results)
+            if record["kind"] == "trial" and record["number"] == command["number"]:
+                records.append(record)
+            return bool(records)
 
         trainer.tell(json.dumps(command))
         ended, cause = trainer.watch(take, limit_s, self._stopping)
-        block = Block(setting, kind, ended, cause, time.monotonic() - began)
+        result = Result(setting, kind, ended, cause, time.monotonic() - began)
         if ended != "ok":
             self._trainer = None
-            return block
-        (result,) = results
+            return result
+        (record,) = records
         self._in_force = force
-        block = replace(block, **result["figures"])
-        return block if force == setting else replace(block, ram_bytes=None)
+        result = replace(result, **record["figures"])
+        return result if force == setting else replace(result, ram_bytes=None)
 
     def close(self) -> None:
         """End the trainer."""
@@ -175,15 +175,15 @@ def tune(request: TuneRequest) -> int:
 
 
 def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
-    """Measure all cells.  Raises StoppedError after a signal."""
-    while (cell := search.cell) is not None:
+    """Measure all trials.  Raises StoppedError after a signal."""
+    while (trial := search.trial) is not None:
         if stop.is_requested():
-            raise StoppedError("interrupted between two blocks")
-        number, seconds = len(search.blocks), format_duration(cell.expected_s)
-        log.info("Block %d %s, %s: %s; about %s", number, cell.stage, KINDS[cell.kind], cell.why, seconds)
-        block = runner.measure(cell.setting, cell.kind, search.space.block_s, cell.limit_s)
-        log.log(logging.INFO if block.ended == "ok" else logging.WARNING, "%s", block_line(number, block))
-        search.tell(block)
+            raise StoppedError("interrupted between two trials")
+        number, seconds = len(search.results), format_duration(trial.expected_s)
+        log.info("Trial %d %s, %s: %s; about %s", number, trial.stage, KINDS[trial.kind], trial.why, seconds)
+        result = runner.measure(trial.setting, trial.kind, search.space.trial_s, trial.limit_s)
+        log.log(logging.INFO if result.ended == "ok" else logging.WARNING, "%s", trial_line(number, result))
+        search.tell(result)
 
 
 def plan(request: TuneRequest) -> list[str]:
@@ -205,10 +205,10 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
     config, space, tuned = request.config, search.space, tuned_path(request.source)
     options = build_options(found, search, config.horizon_steps) if found.certainty != "none" else []
     commands = _next_commands(request, space, found, tuned)
-    spent = f"{len(search.blocks)} blocks in {format_duration(space.budget_s - search.left_s)}"
+    spent = f"{len(search.results)} trials in {format_duration(space.budget_s - search.left_s)}"
     facts = {
         "samples/s are of": "one rank" if config.training.ranks != 1 else "the run",
-        "blocks": f"{spent} of {format_duration(space.budget_s)}",
+        "trials": f"{spent} of {format_duration(space.budget_s)}",
         "memory limits": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
         "other programs": space.others or "less than a tenth of the cores when tuning began",
         **facts_of_this_place(),
@@ -223,7 +223,10 @@ def _finish(request: TuneRequest, search: Search, found: Recommendation, directo
         "facts": page.facts,
         "recommendation": asdict(found),
         "options": [asdict(option) for option in options],
-        "blocks": [{"cell": asdict(c), "block": asdict(b)} for c, b in zip(search.asked, search.blocks, strict=True)],
+        "trials": [
+            {"trial": asdict(trial), "result": asdict(result)}
+            for trial, result in zip(search.asked, search.results, strict=True)
+        ],
     }
     write_figures(directory / "report.json", figures)
     # The tuned config includes overrides by the environment and the command line.

@@ -24,8 +24,8 @@ from vesuvius.training.step.setup import choose_device
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256
-_BLOCKS = 180  # blocks that fit the budget; a third of it goes to starts and changes
-_SHORTEST_BLOCK_S, _LONGEST_BLOCK_S = 2.0, 30.0
+_TRIALS = 180  # trials that fit the budget; a third of it goes to starts and changes
+_SHORTEST_TRIAL_S, _LONGEST_TRIAL_S = 2.0, 30.0
 _OTHERS_OVER_S = 1.0
 
 
@@ -39,7 +39,7 @@ def survey(config: Config, data: PreparedData, *, budget_s: float, keep: Sequenc
     return SearchSpace(
         source=source,
         budget_s=budget_s,
-        block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
+        trial_s=min(max(budget_s / _TRIALS, _SHORTEST_TRIAL_S), _LONGEST_TRIAL_S),
         most_workers=_most_workers(config, data, cores, remote, ranks),
         most_prefetch=max(_MOST_PREFETCH, source.prefetch_factor),
         most_requests=max(_MOST_REQUESTS, source.requests) if remote else source.requests,

@@ -1,7 +1,7 @@
 """The trainer's side of a tune: it reads commands and writes measurements between two steps.
 
 Commands are lines of JSON on standard input; when it closes, the tune has ended, and the trainer ends too.  Results are
-records of kind `block` in `metrics.jsonl`.
+records of kind `trial` in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
-from vesuvius.experiments.steady import KERNEL_STEPS, BlockLength, Warmup, is_settled, reader_limited_s
+from vesuvius.experiments.steady import KERNEL_STEPS, TrialLength, Warmup, is_settled, reader_limited_s
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
@@ -49,7 +49,7 @@ _IDLE_CORES, _IDLE_OVER_S = 0.1, 1.1
 
 Figures = dict[str, Any]
 Command = dict[str, Any]
-"""`number`, `kind` (a `BlockKind`), `seconds` to measure, and the reader knobs to apply."""
+"""`number`, `kind` (a `TrialKind`), `seconds` to measure, and the reader knobs to apply."""
 
 
 class CommandPipe:
@@ -80,7 +80,7 @@ class CommandPipe:
 
 
 class TuneWorker:
-    """Measures one block after another; called between two steps."""
+    """Measures one trial after another; called between two steps."""
 
     def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
@@ -89,15 +89,15 @@ class TuneWorker:
         self._begin_with_readers({knob: getattr(source, knob) for knob in READER_KNOBS})
         self._rehearsed = False
         self._rehearsal_bytes = 0  # additional memory of a validation and a save
-        self._script = self._blocks()
+        self._script = self._measure()
 
     def __call__(self) -> None:
         """Run until the next step."""
         self._sample_memory()
         next(self._script, None)
 
-    def _blocks(self) -> Generator[None]:
-        """Measure commanded blocks; yield before each step."""
+    def _measure(self) -> Generator[None]:
+        """Measure commanded trials; yield before each step."""
         run = self._loop.run
         try:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
@@ -112,7 +112,7 @@ class TuneWorker:
                 self._sample_memory()
                 ram_bytes = max(self._ram_bytes, self._loop.monitor.sample.used_bytes + self._rehearsal_bytes)
                 figures |= {"ram_bytes": ram_bytes, "vram_bytes": vram_bytes(run.device)}
-                run.metrics.write("block", number=command["number"], figures=figures)
+                run.metrics.write("trial", number=command["number"], figures=figures)
         except StreamInterrupted:
             return
 
@@ -152,7 +152,7 @@ class TuneWorker:
         self._reporter.report(wait=True)
         self._reporter.verdicts.restart(run.progress.step)
         began, totals, first = time.monotonic(), self._stream.reader_totals, run.progress.sample_index
-        length = BlockLength(batch, self._cycle, seconds)
+        length = TrialLength(batch, self._cycle, seconds)
         yield
         while not length.is_over(run.progress.sample_index - first, time.monotonic() - began):
             yield
@@ -178,7 +178,7 @@ class TuneWorker:
         while stream.feeder_stats.ran_empty == empty and time.monotonic() - began < seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
-        length = BlockLength(options.batch_size, self._cycle, seconds)
+        length = TrialLength(options.batch_size, self._cycle, seconds)
         while not length.is_over(progress.sample_index - first, time.monotonic() - began):
             self._take_batch()
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)

@@ -16,7 +16,7 @@ class ReaderTotals:
     read_s: float | None = None  # waiting for remote stores; None on disk, where reads and decoding are not separated
     decode_s: float = 0.0  # decoding regions (on disk including reads)
     bytes_read: int = 0  # bytes decoded, whole chunks
-    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as in `SourceFigures`
+    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as in `SourceStats`
     bytes_fetched: int = 0
     requests: int = 0
     retries: int = 0

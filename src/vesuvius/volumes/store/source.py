@@ -31,7 +31,7 @@ _ANSWERS = 20  # tries to reach the same one of several servers, each with its o
 
 
 @dataclass
-class SourceFigures:
+class SourceStats:
     requests: int = 0  # reads that reached the store, including retries
     retries: int = 0
     bytes_fetched: int = 0  # from the store
@@ -49,7 +49,7 @@ class Source:
         self.address = address = str(address)  # plain, as it gets into names, records and states
         self.config = config
         self.remote = is_remote(address)
-        self.figures = SourceFigures()
+        self.figures = SourceStats()
         self.forbidden: str | None = None  # the answer to the last `probing` read that the store forbade
         self.display_address = display_address(address)  # for messages
         self._root = Path(address).absolute()  # meaningful for folders only
