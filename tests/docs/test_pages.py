@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
+from vesuvius.config.describe import iter_keys
 
 AFTER_THE_GUIDE = ["tuning", "sampling", "library", "synthetic-labels"]
 BLOCK = re.compile(r"(?:^ *<!-- not run: (.*?) -->\n)?^( *)```(\w*)\n(.*?)^\2```$", re.M | re.S)
@@ -75,6 +76,19 @@ def test_every_block_says_whether_it_is_code_or_output(page: str) -> None:
     blocks = blocks_of(page)
     assert len(blocks) == len(re.findall(r"^ *```\w*$", (REPOSITORY / f"docs/{page}.md").read_text(), re.M)) / 2
     assert {block.language for block in blocks} <= {"bash", "python", "yaml", "text"}
+
+
+def test_the_config_keys_in_pages_exist_and_their_shell_scripts_can_be_parsed() -> None:
+    keys = {name for name, _ in iter_keys()}
+    known = keys | {name.rpartition(".")[0] for name in keys}
+    sections = "|".join({name.partition(".")[0] for name in keys if "." in name})
+    for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
+        text = page.read_text()
+        named = set(re.findall(rf"(?<![\w./])((?:{sections})\.(?!md)[a-z_0-9.]*[a-z0-9])(?![\w/*(])", text))
+        assert named <= known, page.name
+        for block in map(Block._make, BLOCK.findall(text)):
+            if block.language == "bash":
+                subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
 
 
 @pytest.fixture(scope="module")
