@@ -27,14 +27,14 @@ from vesuvius.experiments.tune.report import build_options
 from vesuvius.experiments.tune.report import build_page as tune_page
 from vesuvius.generate.evaluate.evaluate import evaluation_page
 from vesuvius.generate.evaluate.metrics import Comparison, Metric
-from vesuvius.monitor.verdict import Verdict, judge
+from vesuvius.monitor.verdict import Verdict, diagnose
 from vesuvius.report.model import build, page_of
 from vesuvius.report.page import RunReport, made_by, render_html
 from vesuvius.report.records import read_run
 
 _STEPS, _TOTAL = 400, 2000
 _FACTS = {"machine": "box: 12 cores, 170 GiB of RAM, no GPU", "versions": "torch 2.13.0, ray 2.60.0"}
-_DATA_BOUND = judge(hungry(), GPU)
+_DATA_BOUND = diagnose(hungry(), GPU)
 _COMPUTE_BOUND = replace(_DATA_BOUND, kind="compute-bound", cause=None, overrides=(), advice="")
 
 

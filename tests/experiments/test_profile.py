@@ -21,7 +21,7 @@ from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, EXIT_STOPPED
 from vesuvius.experiments import profile
 from vesuvius.experiments.profile import Observed, build_profile, profiled
-from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.verdict import diagnose
 from vesuvius.report.charts import work_parts
 from vesuvius.report.records import read_run
 from vesuvius.runlog.records import read_records
@@ -34,7 +34,7 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
     steps[4] |= {"step_s": 2.5, "other_s": 2.04, "pause_s": 2.0}
     run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
     config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
-    observed = Observed(warm_steps=3, verdict=judge(hungry(), GPU), device="CPU", amp="off")
+    observed = Observed(warm_steps=3, verdict=diagnose(hungry(), GPU), device="CPU", amp="off")
     report = build_profile(config, read_run(run), observed, 5, 1, "vesuvius tune --config x.yaml")
     assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
     assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)
@@ -46,7 +46,7 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
 def test_a_cpu_that_computes_all_the_time_gets_one_sentence_and_no_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny", [run_start(), *(step(n) for n in range(1, 9))])
     config = parse_stored(tiny_sections("tiny", Path("x")))
-    verdict = replace(judge(hungry(), GPU), kind="compute-bound", cause=None, overrides=(), advice="")
+    verdict = replace(diagnose(hungry(), GPU), kind="compute-bound", cause=None, overrides=(), advice="")
     report = build_profile(config, read_run(run), Observed(3, verdict, device="CPU"), 5, 1, "vesuvius tune")
     assert report.headline == "Compute-bound on the CPU: no data-path setting will help."
     assert report.commands == ()

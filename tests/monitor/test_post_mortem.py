@@ -22,12 +22,12 @@ from vesuvius.monitor.post_mortem import (
     Death,
     KillCounts,
     append_death,
+    classify_death,
     death_lines,
     deaths_of,
     examine_reader,
     examine_run,
     headline,
-    judge,
     read_counts_of,
     read_deaths,
     record_run_death,
@@ -60,9 +60,9 @@ def session_record(**fields: object) -> SessionRecord:
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
-FULL = memory_samples(0.0, count=1, killer="the machine", killer_used_bytes=15 * GIB)[0]
-ROOMY = replace(FULL, killer_used_bytes=GIB)
-NEAR = memory_samples(0.0, count=1, killer_used_bytes=15 * GIB)[0]
+FULL = memory_samples(0.0, count=1, binding_limit="the machine", binding_used_bytes=15 * GIB)[0]
+ROOMY = replace(FULL, binding_used_bytes=GIB)
+NEAR = memory_samples(0.0, count=1, binding_used_bytes=15 * GIB)[0]
 KILL_LINE = (
     "Memory cgroup out of memory: Killed process 11 (python3) total-vm:75160kB, anon-rss:65280kB, "
     "file-rss:6576kB, shmem-rss:0kB, UID:0 pgtables:192kB oom_score_adj:0"
@@ -130,7 +130,7 @@ def test_remedies_name_overrides_that_exist() -> None:
 def test_the_cause_follows_from_the_kernel_s_kill_counts(
     rise: KillCounts, last: MemorySample | None, cause: Cause, says: str
 ) -> None:
-    found, evidence = judge(rise, last, "the last sample")
+    found, evidence = classify_death(rise, last, "the last sample")
     assert found == cause
     assert says in " ".join(evidence)
 
@@ -138,11 +138,13 @@ def test_the_cause_follows_from_the_kernel_s_kill_counts(
 def test_kills_counted_long_after_a_death_with_free_memory_prove_nothing() -> None:
     """A run ended by a scheduler and examined days later: something else in its cgroup was killed since."""
     rise = KillCounts(cgroup=2)
-    found, evidence = judge(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
+    found, evidence = classify_death(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
     assert found == "unknown"
     assert "which ones is unknown" in evidence[0]
-    assert judge(rise, ROOMY, "the last sample", counted_s=30)[0] == "machine", "it took all that was left at once"
-    assert judge(rise, NEAR, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
+    assert classify_death(rise, ROOMY, "the last sample", counted_s=30)[0] == "machine", (
+        "it took all that was left at once"
+    )
+    assert classify_death(rise, NEAR, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
 
 
 def test_a_falling_count_or_one_of_another_cgroup_is_not_compared() -> None:
@@ -242,7 +244,7 @@ def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> 
 
 
 def test_the_advice_starts_from_the_last_number_of_readers(tmp_path: Path) -> None:
-    full = memory_samples(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has stopped four
+    full = memory_samples(time.time(), workers=2, binding_used_bytes=16 * GIB)  # the guard has stopped four
     death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
     assert death is not None
     assert "training.workers=1" in death.remedy
@@ -268,7 +270,7 @@ def test_a_restarted_container_recognises_an_out_of_memory_kill(
     tmp_path: Path, kills: int | None, namespace: str
 ) -> None:
     session = session_record(cgroup="/", pid_namespace=namespace)
-    full = memory_samples(time.time(), cgroup_oom_kills=0, killer_used_bytes=int(15.9 * GIB))
+    full = memory_samples(time.time(), cgroup_oom_kills=0, binding_used_bytes=int(15.9 * GIB))
     run = write_run(tmp_path / "run", session, full)
     restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
     death = record_run_death(run)
@@ -308,8 +310,8 @@ recent, kept = RecentFile(run / "recent.jsonl"), []
 while True:
     counts = read_counts_of(os.getpid())
     size = len(kept) * 2**20
-    recent.write(MemorySample(time.time(), len(kept), size, 0, size, killer="memory.limit_in_bytes of cgroup /x",
-                        killer_used_bytes=size, kills_at_bytes=48 * 2**20,
+    recent.write(MemorySample(time.time(), len(kept), size, 0, size, binding_limit="memory.limit_in_bytes of cgroup /x",
+                        binding_used_bytes=size, limit_bytes=48 * 2**20,
                         cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine))
     kept.append(b"x" * 2**20)
 """
@@ -364,7 +366,7 @@ def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path, monkeypatch:
     namesake = write_run(tmp_path / "namesake", replace(record, boot_id="0-0-0", machine="another"), kept)
     assert examine_run(namesake) is None, "another machine of the same name, where it may be alive"
     # As if one more kill had been counted since the last sample, at which the cgroup was the first limit.
-    last = replace(kept[-1], cgroup_oom_kills=-1, killer="memory.max of cgroup /job")
+    last = replace(kept[-1], cgroup_oom_kills=-1, binding_limit="memory.max of cgroup /job")
     counted = examine_run(write_run(tmp_path / "counted", record, [last]))
     assert counted is not None
     assert counted.cause == ("unknown" if counts.cgroup is None else "cgroup")

@@ -23,8 +23,8 @@ def test_samples_are_read_back_in_order_before_the_file_is_closed(tmp_path: Path
     """Each line is handed to the system at once, so it survives SIGKILL."""
     path = tmp_path / "recent.jsonl"
     full = moment(
-        1, killer="the machine", killer_used_bytes=5, kills_at_bytes=9, level="WARN", reason="near", vram_used_bytes=3,
-        vram_limit_bytes=8, cgroup_oom_kills=0, machine_oom_kills=2,
+        1, binding_limit="the machine", binding_used_bytes=5, limit_bytes=9, level="WARN", reason="near",
+        vram_used_bytes=3, vram_limit_bytes=8, cgroup_oom_kills=0, machine_oom_kills=2,
     )  # fmt: skip
     ring = RecentFile(path)
     ring.write(moment(0))

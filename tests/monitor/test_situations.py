@@ -30,7 +30,7 @@ from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between
-from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.verdict import diagnose
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import GIB
 
@@ -56,7 +56,7 @@ def watched(samples: list[SystemSample], limits: MemoryPolicy = LIMITS) -> Found
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
         risk = watch.add(each)
-        order = guard.judge(each.time, risk, LoopStatus(step_s=1.0, can_shrink=True, readers={11: GIB}))
+        order = guard.next_action(each.time, risk, LoopStatus(step_s=1.0, can_shrink=True, readers={11: GIB}))
     blamed = ", by others" if risk.is_of_others(limits) else ""
     return Found(risk.level.name + blamed, order.action if order else NOTHING, risk.reason)
 
@@ -149,7 +149,7 @@ def pinned(directory: Path) -> Roots:
 
 
 def judged(figures: Window, knobs: Knobs = GPU) -> Found:
-    found = judge(figures, knobs)
+    found = diagnose(figures, knobs)
     kind = found.kind if found.cause is None else f"{found.kind} ({found.cause})"
     return Found(kind, " ".join(found.overrides) or NOTHING, found.line(100, 1000))
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.monitor.verdict import Verdict, judge
+from vesuvius.monitor.verdict import Verdict, diagnose
 from vesuvius.monitor.window import Knobs, Window
 
 GPU = Knobs(
@@ -50,10 +50,10 @@ def window(**figures: Any) -> Window:
         "requests": 0,
         "retries": 0,
         "cut_s": 1.0,
-        "starved_s": 1.0,
-        "full_s": 98.0,
+        "wait_for_readers_s": 1.0,
+        "idle_s": 98.0,
         "batches": 50,
-        "ran_empty": 0,
+        "empty_queue_hits": 0,
         "delivered_bytes": 50 * 10**6,
         "cores": 12,
         "idle_cores": 8.0,
@@ -69,9 +69,9 @@ def hungry(**figures: Any) -> Window:
         "data_s": 60.0,
         "decode_s": 196.0,
         "cut_s": 2.0,
-        "starved_s": 97.0,
-        "full_s": 0.5,
-        "ran_empty": 45,
+        "wait_for_readers_s": 97.0,
+        "idle_s": 0.5,
+        "empty_queue_hits": 45,
         "reader_cores": 1.9,
     }
     return window(**(starved | figures))
@@ -84,7 +84,7 @@ def far(**figures: Any) -> Window:
 
 
 HELD_BACK = {"throttled_share": 0.4, "throttled_quota": 4.0}
-BURSTS = {"data_s": 30.0, "full_s": 40.0, "starved_s": 50.0, "decode_s": 120.0, "reader_cores": 1.2}
+BURSTS = {"data_s": 30.0, "idle_s": 40.0, "wait_for_readers_s": 50.0, "decode_s": 120.0, "reader_cores": 1.2}
 FOUR = {"decode_s": 390.0, "reader_cores": 3.9}
 
 # Figures, changed settings, cause (if data-bound) or kind, overrides, and words of the line.
@@ -167,7 +167,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         "full 40.0 % of the time and empty for 45",
     ),
     (hungry(**BURSTS), {"memory_is_short": True}, "prefetch too small", "", "memory is short"),
-    (hungry(full_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it would save only 5 s of 60
+    (hungry(idle_s=5.0), {}, "workers too few", "training.workers=4", ""),  # it would save only 5 s of 60
     # the trainer reads itself
     (hungry(decode_s=97.0, reader_cores=None), {"workers": 0}, "workers too few", "training.workers=2", ""),
     # volumes in memory
@@ -198,11 +198,11 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         "64 readers share 2 cores",
     ),
     # one segment of Ray hands over to the next
-    (window(data_s=12.0, starved_s=12.0, full_s=80.0, ran_empty=2), {}, "compute-bound", "", ""),
+    (window(data_s=12.0, wait_for_readers_s=12.0, idle_s=80.0, empty_queue_hits=2), {}, "compute-bound", "", ""),
     # between readers and trainer
     (hungry(decode_s=20.0, reader_cores=0.3), {}, "handing over", "", ""),
     (hungry(decode_s=20.0, reader_cores=1.8), {}, "workers too few", "training.workers=4", ""),  # with what?
-    (hungry(cut_s=90.0, starved_s=5.0), {}, "cutting", "", ""),
+    (hungry(cut_s=90.0, wait_for_readers_s=5.0), {}, "cutting", "", ""),
 ]
 
 
@@ -210,13 +210,13 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
 def test_each_window_has_its_cause_and_override(
     figures: Window, knobs: dict[str, Any], says: str, overrides: str, words: str
 ) -> None:
-    found = judge(figures, replace(GPU, **knobs))
+    found = diagnose(figures, replace(GPU, **knobs))
     assert (found.cause or found.kind, " ".join(found.overrides)) == (says, overrides), found.text
     assert words in found.text
 
 
 def test_a_computing_device_is_compute_bound_without_an_override() -> None:
-    found = judge(window(data_s=1.2), GPU)
+    found = diagnose(window(data_s=1.2), GPU)
     assert (found.kind, found.cause, found.overrides) == ("compute-bound", None, ())
     assert found.line(100, 128000) == (
         "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 % backward "
@@ -227,12 +227,12 @@ def test_a_computing_device_is_compute_bound_without_an_override() -> None:
 
 def test_free_vram_suggests_a_larger_micro_batch_with_the_same_effective_batch() -> None:
     halves = replace(GPU, accumulate_steps=4)
-    assert judge(window(vram_share=0.9), halves).overrides == ()
-    assert judge(window(vram_share=0.3), halves).overrides == (
+    assert diagnose(window(vram_share=0.9), halves).overrides == ()
+    assert diagnose(window(vram_share=0.3), halves).overrides == (
         "training.train_batch_size=4",
         "training.accumulate_steps=2",
     )
-    whole = judge(window(vram_share=0.3), GPU)
+    whole = diagnose(window(vram_share=0.3), GPU)
     assert whole.overrides == (), "twice the effective batch would be another experiment"
     assert "70 % of the GPU's memory is free" in whole.advice
 
@@ -246,10 +246,10 @@ CROWDED = {"cores": 2.0, "idle_cores": 0.0, "own_cores": 0.9, "reader_cores": 0.
 @pytest.mark.parametrize("found", [window(**CROWDED), hungry(**CROWDED), far(**CROWDED), window(other_s=40, **CROWDED)])
 @pytest.mark.parametrize("knobs", [GPU, CPU])
 def test_every_verdict_names_the_cores_of_other_programs(found: Window, knobs: Knobs) -> None:
-    assert judge(found, knobs).evidence.count("other programs use 1.1 of 2 cores") == 1
+    assert diagnose(found, knobs).evidence.count("other programs use 1.1 of 2 cores") == 1
     alone = replace(found, own_cores=1.9)
-    assert "other programs" not in judge(alone, knobs).evidence
-    assert "other programs" not in judge(replace(found, idle_cores=None), knobs).evidence, "not known"
+    assert "other programs" not in diagnose(alone, knobs).evidence
+    assert "other programs" not in diagnose(replace(found, idle_cores=None), knobs).evidence, "not known"
 
 
 @pytest.mark.parametrize(
@@ -267,48 +267,50 @@ def test_every_verdict_names_the_cores_of_other_programs(found: Window, knobs: K
 def test_a_trainer_with_more_threads_than_free_cores_should_use_fewer(
     threads: int | None, figures: dict[str, Any], fewer: int | None
 ) -> None:
-    found = judge(window(**(CROWDED | figures)), replace(CPU, threads=threads))
+    found = diagnose(window(**(CROWDED | figures)), replace(CPU, threads=threads))
     assert found.kind == "compute-bound"
     assert (f"try OMP_NUM_THREADS={fewer} " in found.advice) if fewer else ("THREADS" not in found.advice)
-    on_gpu = judge(window(**(CROWDED | figures)), replace(GPU, threads=threads))
+    on_gpu = diagnose(window(**(CROWDED | figures)), replace(GPU, threads=threads))
     assert "THREADS" not in on_gpu.advice, "it computes on a GPU"
 
 
 def test_a_validation_counts_neither_as_host_bound_nor_as_waiting_readers() -> None:
     """90 of the 100 s are a pause, in which the queue is full and the readers are idle."""
-    calm = judge(window(other_s=91.0, pause_s=90.0, full_s=99.0), GPU)
+    calm = diagnose(window(other_s=91.0, pause_s=90.0, idle_s=99.0), GPU)
     assert calm.kind == "compute-bound"
     assert "computed 90.0 %" in calm.evidence
-    found = judge(hungry(other_s=90.0, pause_s=90.0, data_s=6.0, full_s=90.0, starved_s=9.0, decode_s=19.0), GPU)
+    found = diagnose(
+        hungry(other_s=90.0, pause_s=90.0, data_s=6.0, idle_s=90.0, wait_for_readers_s=9.0, decode_s=19.0), GPU
+    )
     assert (found.kind, found.cause) == ("data-bound", "workers too few")
     assert "readers busy 95.0 %" in found.evidence
 
 
 def test_busy_readers_and_idle_cores_mean_too_few_workers() -> None:
-    found = judge(hungry(idle_cores=5.1), GPU)
+    found = diagnose(hungry(idle_cores=5.1), GPU)
     assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
     assert found.line(1200, 128000) == (
         "Verdict step 1200/128000 data-bound (workers too few): waited for data 60.0 % of the time (good: below 15 %), "
         "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s over 50 steps; try training.workers=4"
     )
-    record = judge(hungry(data_s=60.123456789), GPU).record()
+    record = diagnose(hungry(data_s=60.123456789), GPU).record()
     assert (record["data_s"], record["data_share"]) == (60.123456789, 60.123456789 / 100), "unrounded"
     assert (record["bound"], record["cause"]) == ("data-bound", "workers too few")
     assert (record["overrides"], record["step_p95_s"]) == (["training.workers=4"], 2.5)
 
 
 def test_stopped_readers_are_named_as_the_cause() -> None:
-    calm = judge(window(stopped_readers=2), replace(GPU, compile=False))
+    calm = diagnose(window(stopped_readers=2), replace(GPU, compile=False))
     assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=auto",))
     assert "(SIGSTOP) or a debugger has stopped 2 readers" in calm.evidence
     idle = hungry(decode_s=20.0, reader_cores=0.3)
-    assert judge(idle, GPU).cause == "handing over"
-    held = judge(replace(idle, stopped_readers=1), GPU)
+    assert diagnose(idle, GPU).cause == "handing over"
+    held = diagnose(replace(idle, stopped_readers=1), GPU)
     assert (held.cause, held.overrides) == ("readers stopped", ())
     assert "-CONT" in held.advice
 
 
-@pytest.mark.parametrize("full_s", [30.0, 60.0, 95.0])
+@pytest.mark.parametrize("idle_s", [30.0, 60.0, 95.0])
 @pytest.mark.parametrize(
     ("figures", "cause"),
     [
@@ -318,20 +320,23 @@ def test_stopped_readers_are_named_as_the_cause() -> None:
         ({"read_s": None, "decode_s": 60.0, "reader_cores": 1.9}, "workers too few"),
     ],
 )
-def test_saturated_readers_take_precedence_over_the_queue(figures: dict[str, Any], cause: str, full_s: float) -> None:
+def test_saturated_readers_take_precedence_over_the_queue(figures: dict[str, Any], cause: str, idle_s: float) -> None:
     """A queue of one batch is nearly always full, and a larger one would not fill faster."""
-    found = judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **figures), GPU)
+    found = diagnose(far(data_s=30.0, idle_s=idle_s, wait_for_readers_s=50.0, **figures), GPU)
     assert (found.kind, found.cause) == ("data-bound", cause)
     paused = {"read_s": 100.0, "decode_s": 70.0, "reader_cores": 0.7}
-    assert judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **paused), GPU).cause == "prefetch too small"
+    assert (
+        diagnose(far(data_s=30.0, idle_s=idle_s, wait_for_readers_s=50.0, **paused), GPU).cause == "prefetch too small"
+    )
 
 
 # Recorded: one reader with `requests: 4`, one prefetched batch of one patch, chunks of 32^3 over HTTP with 500 ms
 # latency; a step sleeps for about three quarters of the time that the reader needs for a patch.
 RECORDED: dict[str, Any] = {
     "steps": 98, "step_s": 21.097, "data_s": 7.194, "forward_s": 13.878, "other_s": 0.02, "read_s": 19.798,
-    "decode_s": 0.656, "bytes_fetched": 3194327, "requests": 163, "cut_s": 0.078, "starved_s": 10.149,
-    "full_s": 10.866, "batches": 98, "ran_empty": 20, "backward_s": 0.0, "optimizer_s": 0.0, "reader_cores": None,
+    "decode_s": 0.656, "bytes_fetched": 3194327, "requests": 163, "cut_s": 0.078, "wait_for_readers_s": 10.149,
+    "idle_s": 10.866, "batches": 98, "empty_queue_hits": 20, "backward_s": 0.0, "optimizer_s": 0.0,
+    "reader_cores": None,
 }  # fmt: skip
 OPERATOR = replace(CPU, workers=1, prefetch_factor=1, train_batch_size=1, requests=4)
 
@@ -339,8 +344,8 @@ OPERATOR = replace(CPU, workers=1, prefetch_factor=1, train_batch_size=1, reques
 def test_recorded_window_with_a_queue_of_one_blames_the_store() -> None:
     found = window(**RECORDED)
     assert found.queue_full_s >= found.data_s / 2, "by the queue alone its prefetch is too small"
-    assert found.ran_empty
-    verdict = judge(found, OPERATOR)
+    assert found.empty_queue_hits
+    verdict = diagnose(found, OPERATOR)
     assert (verdict.cause, verdict.overrides) == ("store latency", ("data.store.requests=8",))
 
 
@@ -358,10 +363,10 @@ def seconds(most: float = 300.0) -> st.SearchStrategy[float]:
             "retries": st.integers(0, 10**5),
             "bytes_fetched": st.integers(0, 10**11),
             "cut_s": seconds(100),
-            "starved_s": seconds(100),
-            "full_s": seconds(100),
+            "wait_for_readers_s": seconds(100),
+            "idle_s": seconds(100),
             "batches": st.integers(0, 50),
-            "ran_empty": st.integers(0, 50),
+            "empty_queue_hits": st.integers(0, 50),
             "idle_cores": st.none() | seconds(64),
             "reader_cores": st.none() | seconds(64),
             "vram_share": st.none() | st.floats(0, 1),
@@ -386,7 +391,7 @@ def seconds(most: float = 300.0) -> st.SearchStrategy[float]:
 def test_every_window_gets_one_plain_line_and_a_record_whatever_its_figures(
     waits: dict[str, float], readers: dict[str, Any], knobs: Knobs
 ) -> None:
-    found: Verdict = judge(window(**waits, **readers), knobs)
+    found: Verdict = diagnose(window(**waits, **readers), knobs)
     line = found.line(7, 10)
     assert line.isascii()
     assert "\n" not in line
@@ -400,10 +405,10 @@ def test_every_window_gets_one_plain_line_and_a_record_whatever_its_figures(
 def test_more_requests_come_first_however_fast_the_link_is(times: int) -> None:
     """Nothing but a measurement tells whether a link is saturated: 100 Mbit/s or 100 Gbit/s may be all of it."""
     fast = far(bytes_fetched=times * 10**9)
-    verdict = judge(fast, replace(CPU, requests=16))
+    verdict = diagnose(fast, replace(CPU, requests=16))
     assert (verdict.cause, verdict.overrides) == ("store latency", ("data.store.requests=32",))
     for gain, cause in ((1.02, "reading"), (0.9, "reading"), (1.5, "store latency")):
-        verdict = judge(fast, replace(CPU, requests=32, with_fewer_requests=(16, fast.fetched_bytes_s / gain)))
+        verdict = diagnose(fast, replace(CPU, requests=32, with_fewer_requests=(16, fast.fetched_bytes_s / gain)))
         assert verdict.cause == cause, gain
         assert ("with data.store.requests=16" in verdict.evidence) == (cause == "reading")
         assert ("vesuvius volume copy" in verdict.advice) == (cause == "reading")

@@ -28,7 +28,7 @@ from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import Cause, Death, append_death
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import begin_session, end_session, read_session
-from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.verdict import diagnose
 
 
 def write_metrics(directory: Path, *records: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ def test_a_live_run_is_found_by_name_and_directory_with_correct_memory(tmp_path:
     assert BUFFERS_IN_USE < part(found, "root")["now_bytes"] < BUFFERS_IN_USE + 60 * MIB
     assert part(found, "total")["now_bytes"] >= part(found, "root")["now_bytes"]
     assert [each["pid"] for each in found["processes"]] == [process.pid]
-    assert found["killers"][0]["left_bytes"] > 0
+    assert found["limits"][0]["left_bytes"] > 0
     assert (table.returncode, table.stderr) == (0, "")
     assert "\x1b" not in table.stdout
     assert "run tiny" in table.stdout
@@ -74,7 +74,7 @@ def test_a_watch_of_a_leaking_run_turns_critical_and_ends_with_the_run(tmp_path:
             assert json.loads(watching.stdout.readline())["level"] == "LOW"
             grow(process, 150 * MIB)
             found = next(each for line in watching.stdout if (each := json.loads(line))["level"] == "CRITICAL")
-            assert (found["killers"][0]["name"], found["limit_bytes"]) == ("monitor.ram_limit_gib", 200 * MIB)
+            assert (found["limits"][0]["name"], found["limit_bytes"]) == ("monitor.ram_limit_gib", 200 * MIB)
             assert (found["exit_code"], bool(HYGIENE.search(found["reason"]))) == (11, True)
             process.kill()
             last = json.loads(watching.stdout.read().splitlines()[-1])
@@ -190,7 +190,7 @@ def test_a_hung_run_differs_from_a_slow_and_a_validating_one(tmp_path: Path) -> 
         assert 200 <= hung["steps"]["age_s"] < 260
         assert state(1.0, 30)["state"] == "running"
         assert state(30.0, 200)["state"] == "running"
-        verdict = judge(window(), CPU)
+        verdict = diagnose(window(), CPU)
         watched = state(1.0, 200, {"kind": "verdict", "time": now - 5} | verdict.record())
         assert (watched["state"], watched["steps"]["verdict"]) == ("running", verdict.text)
         ring = RecentFile(directory / "recent.jsonl")

@@ -289,8 +289,8 @@ def test_feeder_totals_continue_across_reopenings(volume: Path) -> None:
     assert last.delivered_bytes == 8 * 8 * 2 * 2048
     for before, after in ((first, between), (between, last), (last, stream.feeder_stats)):
         assert all(a <= b for a, b in zip(astuple(before), astuple(after), strict=True)), "totals never fall"
-    assert last.ran_empty >= 1, "the first batch is always waited for"
-    assert min(last.cut_s, last.starved_s, last.full_s) > 0
+    assert last.empty_queue_hits >= 1, "the first batch is always waited for"
+    assert min(last.cut_s, last.wait_for_readers_s, last.idle_s) > 0
 
 
 def test_feeder_stats_show_a_slow_trainer_and_slow_readers(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,20 +305,20 @@ def test_feeder_stats_show_a_slow_trainer_and_slow_readers(job: ReaderJob, monke
         next(stream)
         before, deadline = stream.feeder_stats, time.monotonic() + 60
         # It waits for ever, so only a wait that goes on can be what grows.
-        while stream.feeder_stats.full_s < before.full_s + 0.2 and time.monotonic() < deadline:
+        while stream.feeder_stats.idle_s < before.idle_s + 0.2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stream.feeder_stats.full_s >= before.full_s + 0.2
+        assert stream.feeder_stats.idle_s >= before.idle_s + 0.2
         next(stream)
-        assert stream.feeder_stats.ran_empty == before.ran_empty
+        assert stream.feeder_stats.empty_queue_hits == before.empty_queue_hits
     monkeypatch.setattr(Reader, "blocks", slowly)
     started = time.perf_counter()
     with open_stream(job) as stream:
         collect(stream, 8)
         hungry = stream.feeder_stats
     elapsed_s = time.perf_counter() - started
-    assert hungry.ran_empty >= 2, "at least where a task begins, its four blocks are waited for"
-    assert hungry.starved_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"
-    assert hungry.cut_s + hungry.starved_s + hungry.full_s <= elapsed_s, "no second is counted twice"
+    assert hungry.empty_queue_hits >= 2, "at least where a task begins, its four blocks are waited for"
+    assert hungry.wait_for_readers_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"
+    assert hungry.cut_s + hungry.wait_for_readers_s + hungry.idle_s <= elapsed_s, "no second is counted twice"
 
 
 @pytest.mark.usefixtures("ray_cluster")

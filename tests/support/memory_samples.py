@@ -19,9 +19,9 @@ def memory_samples(end: float, count: int = 90, growth: int = 50 * 10**6, **fiel
             shared_bytes=GIB,
             trainer_bytes=4 * GIB,
             reader_bytes={11: 2 * GIB + growth * index, 12: GIB},
-            killer="memory.max of cgroup /job",
-            killer_used_bytes=9 * GIB + growth * index,
-            kills_at_bytes=16 * GIB,
+            binding_limit="memory.max of cgroup /job",
+            binding_used_bytes=9 * GIB + growth * index,
+            limit_bytes=16 * GIB,
             cgroup_oom_kills=3,
             machine_oom_kills=7,
         )

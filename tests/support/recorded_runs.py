@@ -64,7 +64,9 @@ def step(number: int, *, time: float | None = None, **figures: Any) -> Record:
     record |= {"ram_used_bytes": 2 * GIB, "ram_limit_bytes": 8 * GIB, "vram_used_bytes": None, "vram_limit_bytes": None}
     # Fields that a report passes over, so that a line is as long as a real one.
     record |= {"readers": dict.fromkeys(("decode_s", "bytes_read", "bytes_fetched", "requests", "retries"), 123456.789)}
-    record |= {"feeder": dict.fromkeys(("cut_s", "starved_s", "full_s", "batches", "delivered_bytes"), 123456.789)}
+    record |= {
+        "feeder": dict.fromkeys(("cut_s", "wait_for_readers_s", "idle_s", "batches", "delivered_bytes"), 123456.789)
+    }
     record |= {"session_s": 12345.678901, "eta_s": 12345.678901, "sample_index": 4 * number, "finite": True}
     return record | figures
 

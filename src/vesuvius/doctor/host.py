@@ -82,8 +82,8 @@ def check_cores(workers: int | None, ranks: int = 1) -> Finding:
 def check_memory() -> Finding:
     """Check the memory left below the tightest limit."""
     limit = tightest(sample_system(os.getpid()), MemoryPolicy())
-    value = f"{format_size(limit.limit_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
-    if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
+    value = f"{format_size(limit.total_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
+    if limit.left_bytes < _RAM_LEFT_SHARE * limit.total_bytes:
         return Finding("warn", value, "stop other programs, or raise the limit (docker run --memory)")
     return Finding("ok", value)
 

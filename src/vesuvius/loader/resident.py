@@ -38,7 +38,7 @@ def keeps_resident(job: ReaderJob, wanted: bool | float, empty: bool = False) ->
         if wanted and not empty:
             log.warning("%s of decoded volumes exceed resident=%g (GiB): not kept in memory", format_size(need), wanted)
         return False
-    free = limit.limit_bytes - (0 if empty else limit.used_bytes)
+    free = limit.total_bytes - (0 if empty else limit.used_bytes)
     if need > (RESIDENT_SHARE * free if wanted is True else free):
         share = "half of the free memory" if wanted is True else "the free memory"
         raise ConfigError(

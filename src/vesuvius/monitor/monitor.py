@@ -128,7 +128,7 @@ class Monitor:
 
     def ram(self) -> tuple[int, int]:
         """Memory used by the run and its limit, in bytes."""
-        return self.sample.used_bytes, tightest(self.sample, self._policy).limit_bytes
+        return self.sample.used_bytes, tightest(self.sample, self._policy).total_bytes
 
     def rates(self) -> Rates | None:
         """CPU use over the last ten seconds; None at the beginning."""
@@ -180,7 +180,7 @@ class Monitor:
                 rises, level = self.risk.level > level, self.risk.level
                 if stopped or rises or single > 0 or len(samples) >= most:
                     step, readers = self.loop_status.step, self._last_samples[-1].reader_bytes
-                    limit_bytes = tightest(sample, self._policy).limit_bytes
+                    limit_bytes = tightest(sample, self._policy).total_bytes
                     figures = system_figures(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
                     self._writer.submit(partial(self._write, figures))
                     samples, vrams, single = [], [], single - 1
@@ -205,7 +205,7 @@ class Monitor:
         with self._judging:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
-                self.order = self._guard.judge(time.monotonic(), risk, self.loop_status)
+                self.order = self._guard.next_action(time.monotonic(), risk, self.loop_status)
             order = self.order
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill is {risk.level.name}: {risk.reason}"
@@ -238,9 +238,9 @@ class Monitor:
             shared_bytes=sample.shared_bytes,
             trainer_bytes=sample.processes[0].anon_bytes,
             reader_bytes={pid: held.get(pid, size) for pid, size in loop.readers.items() if pid not in gone},
-            killer=first.name,
-            killer_used_bytes=first.used_bytes,
-            kills_at_bytes=first.kills_at_bytes,
+            binding_limit=first.name,
+            binding_used_bytes=first.used_bytes,
+            limit_bytes=first.limit_bytes,
             level=risk.level.name,
             reason=risk.reason,
             workers=loop.workers,

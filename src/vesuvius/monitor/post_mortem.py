@@ -122,7 +122,7 @@ def _table(samples: Samples) -> list[str]:
 
 def _share_of(sample: MemorySample | None) -> float | None:
     """Return the use of the first limit as a share of the point where it kills."""
-    return sample.killer_used_bytes / sample.kills_at_bytes if sample and sample.kills_at_bytes > 0 else None
+    return sample.binding_used_bytes / sample.limit_bytes if sample and sample.limit_bytes > 0 else None
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def examine_reader(
         # Readers of a shared Ray are in another cgroup than the trainer: use that of a living reader.
         known = (counts for pid in readers if (counts := read_counts_of(pid)).path)
         counts = next(known, None) or read_counts_of(os.getpid())
-        cause, counted = _judge_counts(session, sampled, last, counts)
+        cause, counted = _classify_counts(session, sampled, last, counts)
         evidence = [*counted, *evidence]
     remedy = remedy_of(cause, "reader", session.workers, last, session.limits.ray_share)
     return _death("reader", end["pid"], step, cause, evidence, samples, remedy)
@@ -242,7 +242,7 @@ def _examine(run_dir: Path, session: SessionRecord) -> Death:
     here = boot_id()
     cause: Cause = "unknown"
     if here and here == session.boot_id:
-        cause, evidence = _judge_counts(session, last, last, _counts_for(session))
+        cause, evidence = _classify_counts(session, last, last, _counts_for(session))
     elif is_alive(session) is None:
         evidence = ["it ran on another machine, or on this one before a restart; it recorded no end and is gone"]
     else:
@@ -263,9 +263,9 @@ def _death(
     memory, last = [], samples[-1] if samples else None
     if last is not None and (share := _share_of(last)) is not None:
         figures = (
-            f"({format_size(last.killer_used_bytes)} of {format_size(last.kills_at_bytes)}) at {format_time(last.time)}"
+            f"({format_size(last.binding_used_bytes)} of {format_size(last.limit_bytes)}) at {format_time(last.time)}"
         )
-        limit = last.killer or "the first limit"
+        limit = last.binding_limit or "the first limit"
         memory.append(f"memory was at {100 * share:.1f} % of the point where {limit} kills {figures}")
     if last is not None and pid in last.reader_bytes:
         memory.append(f"the reader itself used {format_size(last.reader_bytes[pid])}")
@@ -282,16 +282,18 @@ def _counts_for(session: SessionRecord) -> KillCounts:
     return counts if same_container else KillCounts(machine=counts.machine)
 
 
-def _judge_counts(
+def _classify_counts(
     session: SessionRecord, sampled: MemorySample | None, last: MemorySample | None, counts: KillCounts
 ) -> tuple[Cause, list[str]]:
     """`sampled`: sample with the counts before the death; `last`: last sample before it."""
     rise = counts.since(KillCounts.of(sampled or session, session.cgroup))
     since = f"the sample at {format_time(sampled.time)}" if sampled else "the session began"
-    return judge(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
+    return classify_death(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
 
 
-def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0) -> tuple[Cause, list[str]]:
+def classify_death(
+    rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0
+) -> tuple[Cause, list[str]]:
     """Return the cause of a death and the evidence.  Pure.
 
     Args:
@@ -301,7 +303,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
     """
     share = _share_of(last)
     full = share is not None and share >= _NEARLY_FULL
-    likely: Cause = "machine" if last is not None and last.killer == "the machine" else "cgroup"
+    likely: Cause = "machine" if last is not None and last.binding_limit == "the machine" else "cgroup"
     count, where = (rise.machine, "this machine") if rise.cgroup is None else (rise.cgroup, "this cgroup")
     if count is None:
         return "unknown", ["the kernel's kill counts cannot be read here"]

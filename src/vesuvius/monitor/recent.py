@@ -33,9 +33,9 @@ class MemorySample:
     trainer_bytes: int  # private memory of the trainer
     reader_bytes: Mapping[int, int] = field(default_factory=dict)  # private memory of each reader, by pid
     # the limit that is reached first: its name, its use, and the use at which it kills
-    killer: str = ""
-    killer_used_bytes: int = 0
-    kills_at_bytes: int = 0
+    binding_limit: str = ""
+    binding_used_bytes: int = 0
+    limit_bytes: int = 0
     # level, reason: of the risk
     level: str = "LOW"
     reason: str = ""

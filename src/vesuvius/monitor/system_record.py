@@ -49,7 +49,7 @@ def system_figures(
         "swap_used_bytes": last.machine.swap_used_bytes,
         "oom_kills": {"cgroup": last.cgroup and last.cgroup.oom_kills, "machine": last.machine.oom_kills},
         "risk": risk.level.name,
-        "killer": {name: getattr(risk.limits[0], name) for name in ("name", "used_bytes", "kills_at_bytes")},
+        "binding_limit": {name: getattr(risk.limits[0], name) for name in ("name", "used_bytes", "limit_bytes")},
         "growth_bytes_s": asdict(risk.trend) if risk.trend else None,
         "exhaustion_s": asdict(risk.exhaustion) if risk.exhaustion else None,
         "vram": _vram_figures(vrams) if vrams else None,

@@ -87,13 +87,13 @@ class Verdict:
         return words | self.window.shares | asdict(self.window)
 
 
-def judge(window: Window, knobs: Knobs) -> Verdict:
+def diagnose(window: Window, knobs: Knobs) -> Verdict:
     """Find the bottleneck and what to try next.  Pure.
 
     Compute-bound is good: the device computes most of the time, or no wait is long.  Otherwise the longest wait
     decides.  The evidence also names other programs, CPU quotas and signals that slow the run down.
     """
-    found = _Judgement(window, knobs).verdict()
+    found = _Diagnosis(window, knobs).verdict()
     evidence = found.evidence
     if others := others_text(window.others_cores, window.cores):
         evidence += f", {others}"
@@ -109,7 +109,7 @@ def judge(window: Window, knobs: Knobs) -> Verdict:
     return replace(found, evidence=evidence, cause="readers stopped", overrides=(), advice=advice)
 
 
-class _Judgement:
+class _Diagnosis:
     """The rules, from the trainer backwards to the store."""
 
     def __init__(self, window: Window, knobs: Knobs) -> None:
@@ -216,14 +216,14 @@ class _Judgement:
         saturated = max(self._readers_busy(), (w.reader_cores or 0.0) / max(k.workers, 1)) >= _SATURATED
         # The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small.  With unlimited space
         # the feeder would have worked while the queue was full, so the wait would shrink by at most that time.
-        if w.ran_empty and w.queue_full_s >= w.data_s / 2 and not saturated:
+        if w.empty_queue_hits and w.queue_full_s >= w.data_s / 2 and not saturated:
             evidence = (
                 f"{waited}, though the prefetch was full {_percent(w.queue_full_s / w.working_s)} of the time and "
-                f"empty for {w.ran_empty} of {w.batches} batches"
+                f"empty for {w.empty_queue_hits} of {w.batches} batches"
             )
             override = f"training.prefetch_factor={2 * k.prefetch_factor}"
             return self._more("prefetch too small", evidence, "batches ahead", override)
-        if w.cut_s > w.starved_s:
+        if w.cut_s > w.wait_for_readers_s:
             evidence = f"{waited}, cutting patches into batches took {_percent(w.cut_s / w.working_s)}"
             advice = "no setting to try: the trainer's memory is too slow for the thread that copies patches"
             return self._data("cutting", evidence, advice)

@@ -32,12 +32,12 @@ class Window:
     bytes_fetched: int
     requests: int
     retries: int
-    # cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederStats`
+    # cut_s to delivered_bytes: of the trainer's side, as `FeederStats`
     cut_s: float
-    starved_s: float
-    full_s: float
+    wait_for_readers_s: float
+    idle_s: float
     batches: int
-    ran_empty: int
+    empty_queue_hits: int
     delivered_bytes: int
     # Cores are averages; with several ranks on a node, of the rank's share.  None = unknown.
     cores: float  # usable by this process: affinity and cgroup quotas
@@ -71,12 +71,12 @@ class Window:
     @property
     def queue_full_s(self) -> float:
         """Time in which the queue was full, without pauses."""
-        return max(self.full_s - self.pause_s, 0.0)
+        return max(self.idle_s - self.pause_s, 0.0)
 
     @property
     def reading_s(self) -> float:
         """Time in which readers had work: without the part of a pause in which the queue was full."""
-        return self.step_s - min(self.full_s, self.pause_s)
+        return self.step_s - min(self.idle_s, self.pause_s)
 
     @property
     def fetched_bytes_s(self) -> float:

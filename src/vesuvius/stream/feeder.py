@@ -60,10 +60,10 @@ class FeederStats:
     """Totals of a stream's feeders."""
 
     cut_s: float = 0.0  # copying patches from regions into batches
-    starved_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
-    full_s: float = 0.0  # waiting because enough batches were ready
+    wait_for_readers_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
+    idle_s: float = 0.0  # waiting because enough batches were ready
     batches: int = 0  # delivered
-    ran_empty: int = 0  # requests for a batch when none was ready
+    empty_queue_hits: int = 0  # requests for a batch when none was ready
     delivered_bytes: int = 0  # of patches and conditions
 
 
@@ -73,13 +73,18 @@ class FeederClock:
     def __init__(self) -> None:
         self.starved, self.full = WaitTime(), WaitTime()
         self.cut_s = 0.0
-        self.batches = self.ran_empty = self.delivered_bytes = 0
+        self.batches = self.empty_queue_hits = self.delivered_bytes = 0
 
     @property
     def stats(self) -> FeederStats:
         """Totals so far, including waits under way."""
         return FeederStats(
-            self.cut_s, self.starved.seconds, self.full.seconds, self.batches, self.ran_empty, self.delivered_bytes
+            self.cut_s,
+            self.starved.seconds,
+            self.full.seconds,
+            self.batches,
+            self.empty_queue_hits,
+            self.delivered_bytes,
         )
 
 
@@ -152,7 +157,7 @@ class Feeder:
             return None
         self._free.put(None)
         self._clock.batches += 1
-        self._clock.ran_empty += empty
+        self._clock.empty_queue_hits += empty
         self._clock.delivered_bytes += ready.nbytes
         return ready
 
@@ -194,9 +199,9 @@ class Feeder:
                     self._free.get()
                 if self._stopped.is_set():
                     return
-                started, starved_s = time.perf_counter(), starved.seconds
+                started, wait_for_readers_s = time.perf_counter(), starved.seconds
                 batch = self._next()
-                self._clock.cut_s += time.perf_counter() - started - (starved.seconds - starved_s)
+                self._clock.cut_s += time.perf_counter() - started - (starved.seconds - wait_for_readers_s)
                 self._ready.put(batch)
                 if batch is None:
                     return

@@ -33,7 +33,7 @@ from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
-from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.verdict import diagnose
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.units import GIB
 
@@ -210,7 +210,7 @@ def test_the_last_step_and_verdict_are_shown_and_pauses_excluded(tmp_path: Path)
         }
         for i in range(100)
     ]
-    verdicts = [{"kind": "verdict", "time": 110.0} | judge(window(data_s=s), CPU).record() for s in (60.0, 0.0)]
+    verdicts = [{"kind": "verdict", "time": 110.0} | diagnose(window(data_s=s), CPU).record() for s in (60.0, 0.0)]
     last = {"kind": "validation", "time": 150.0, "step": 99}
     write_records(tmp_path / "metrics.jsonl", *steps, *verdicts, last)
     run = RunFiles(tmp_path)

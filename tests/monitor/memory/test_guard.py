@@ -56,7 +56,7 @@ class Machine:
             self.levels.append(risk.level)
             can_shrink = self.prefetch > 1 or self.workers > 1
             loop = LoopStatus(step_s=self.step_s, can_shrink=can_shrink, readers=by_pid)
-            order = guard.judge(float(t), risk, loop)
+            order = guard.next_action(float(t), risk, loop)
             if order is not None and order is not held:
                 self.orders.append((t, order))
             held = order
@@ -220,7 +220,7 @@ STEADY = LoopStatus(step_s=3.0, can_shrink=True)
 
 
 def _action(guard: Guard, time_s: float, risk: Risk, **loop):
-    order = guard.judge(time_s, risk, replace(STEADY, **loop))
+    order = guard.next_action(time_s, risk, replace(STEADY, **loop))
     return order and order.action
 
 
@@ -263,9 +263,9 @@ def test_leaking_readers_are_restarted_as_often_as_needed_while_there_is_time():
 def test_an_order_is_repeated_until_carried_out():
     """The exit needs its share for three seconds."""
     guard = Guard(LIMITS)
-    first = guard.judge(0, _risk(0.86), STEADY)
+    first = guard.next_action(0, _risk(0.86), STEADY)
     assert first == Order("shrink", "at 86%")
-    assert guard.judge(5, _risk(0.82), STEADY) is first
+    assert guard.next_action(5, _risk(0.82), STEADY) is first
     guard.carried_out(6)
     assert [_action(guard, 6 + s, _risk(0.86)) for s in range(60)] == [None] * 60
     assert [_action(guard, 70 + s, _risk(0.93)) for s in range(5)] == [None, None, None, "exit", "exit"]
@@ -290,7 +290,7 @@ def test_halfway_to_the_limit_no_peak_is_waited_out() -> None:
         return Risk(Level.CRITICAL, "close to running out of memory", (limit,), None, None, {})
 
     guard = Guard(limits)
-    assert guard.judge(0.0, at(0.95), LoopStatus(step_s=1.0)) is None, "5 of the last 8 % are left: it may pass"
-    order = guard.judge(1.0, at(0.965), LoopStatus(step_s=1.0))
+    assert guard.next_action(0.0, at(0.95), LoopStatus(step_s=1.0)) is None, "5 of the last 8 % are left: it may pass"
+    order = guard.next_action(1.0, at(0.965), LoopStatus(step_s=1.0))
     assert order is not None
     assert order.action == "exit"

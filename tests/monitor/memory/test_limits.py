@@ -23,25 +23,25 @@ def _named(limits):
 
 def test_the_machine_is_always_a_limit_and_counts_unavailable_memory():
     (limit,) = limits_of(sample(0, 24 * GIB, 6 * GIB), MemoryPolicy())
-    figures = (limit.name, limit.used_bytes, limit.limit_bytes, limit.kills_at_bytes)
+    figures = (limit.name, limit.used_bytes, limit.total_bytes, limit.limit_bytes)
     assert figures == ("the machine", 6 * GIB, 24 * GIB, 24 * GIB)
     assert limit.left_bytes == 18 * GIB
     assert limit.share == 0.25
     swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
     (limit,) = limits_of(swap, MemoryPolicy())
-    assert limit.kills_at_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
+    assert limit.limit_bytes == 31 * GIB, "free swap postpones the kill, but not the warning"
     assert limit.share == pytest.approx(20 / 24)
 
 
 def test_the_tightest_limit_is_the_smallest_of_machine_cgroups_and_config():
     levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
-    assert tightest(sample(0, 24 * GIB, 1 * GIB), MemoryPolicy(ray_share=0.5)).limit_bytes == 24 * GIB
-    assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), MemoryPolicy()).limit_bytes == 8 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB), MemoryPolicy(ray_share=0.5)).total_bytes == 24 * GIB
+    assert tightest(sample(0, 24 * GIB, 1 * GIB, levels=levels), MemoryPolicy()).total_bytes == 8 * GIB
     levels.append(CgroupLevel("/a", "memory.high", 6 * GIB, 2 * GIB, False))
     at = sample(0, 24 * GIB, 1 * GIB, levels=levels)
-    assert tightest(at, MemoryPolicy()).limit_bytes == 6 * GIB
-    assert tightest(at, MemoryPolicy(configured_bytes=4 * GIB)).limit_bytes == 4 * GIB
-    assert tightest(at, MemoryPolicy(configured_bytes=7 * GIB)).limit_bytes == 6 * GIB
+    assert tightest(at, MemoryPolicy()).total_bytes == 6 * GIB
+    assert tightest(at, MemoryPolicy(configured_bytes=4 * GIB)).total_bytes == 4 * GIB
+    assert tightest(at, MemoryPolicy(configured_bytes=7 * GIB)).total_bytes == 6 * GIB
 
 
 def test_ray_s_threshold_equals_the_one_logged_by_its_raylet():
@@ -50,8 +50,8 @@ def test_ray_s_threshold_equals_the_one_logged_by_its_raylet():
     25276510208".  Ray computes in float32, hence not to the byte.
     """
     limit = _named(limits_of(sample(0, 25276510208, 5 * GIB), MemoryPolicy(ray_share=0.95)))["Ray's memory monitor"]
-    assert limit.limit_bytes == 25276510208
-    assert limit.kills_at_bytes == pytest.approx(24012685312, rel=1e-6)
+    assert limit.total_bytes == 25276510208
+    assert limit.limit_bytes == pytest.approx(24012685312, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_ray_uses_a_container_s_limit_but_not_a_slice_s(path: str, is_top: bool,
     level = CgroupLevel(path, "memory.max", 8 * GIB, 2 * GIB, True, is_top)
     limits = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95)))
     ray = limits["Ray's memory monitor"]
-    assert ray.limit_bytes == total_gib * GIB
+    assert ray.total_bytes == total_gib * GIB
     assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
 
 
@@ -71,9 +71,7 @@ def test_ray_s_minimum_of_free_bytes_refers_to_the_container_s_memory():
     at = sample(0, 128 * GIB, 9 * GIB, levels=[level])
     share = ray_share_from_environment({"RAY_min_memory_free_bytes": str(2 * GIB)}, ray_memory(at)[1])
     assert share == 0.95
-    assert _named(limits_of(at, MemoryPolicy(ray_share=share)))["Ray's memory monitor"].kills_at_bytes == int(
-        15.2 * GIB
-    )
+    assert _named(limits_of(at, MemoryPolicy(ray_share=share)))["Ray's memory monitor"].limit_bytes == int(15.2 * GIB)
 
 
 def test_ray_counts_kernel_caches_but_the_kernel_does_not():
@@ -81,7 +79,7 @@ def test_ray_counts_kernel_caches_but_the_kernel_does_not():
     level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
     limits = limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), MemoryPolicy(ray_share=0.95))
     assert limits[0].name == "Ray's memory monitor", "it kills first"
-    assert (limits[0].used_bytes, limits[0].limit_bytes) == (7 * GIB, 8 * GIB)
+    assert (limits[0].used_bytes, limits[0].total_bytes) == (7 * GIB, 8 * GIB)
     assert _named(limits)["memory.max of cgroup /"].used_bytes == 4 * GIB
 
 
@@ -94,14 +92,14 @@ def test_a_cgroup_kills_only_once_its_swap_is_full(swap_left: int | None, free: 
     swap = {"swap_used_bytes": GIB, "swap_total_bytes": (1 + free) * GIB}
     limits = _named(limits_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), MemoryPolicy(ray_share=0.95)))
     limit = limits["memory.max of cgroup /a"]
-    assert (limit.limit_bytes, limit.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
+    assert (limit.total_bytes, limit.limit_bytes) == (8 * GIB, kills_at_gib * GIB)
 
 
 def test_the_configured_limit_counts_only_the_run_and_the_largest_share_decides():
     at = sample(0, 170 * GIB, 150 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
     limits = limits_of(at, MemoryPolicy(configured_bytes=4 * GIB))
     assert limits[0].name == "monitor.ram_limit_gib"
-    assert (limits[0].used_bytes, limits[0].kills_at_bytes) == (3 * GIB, 4 * GIB)
+    assert (limits[0].used_bytes, limits[0].limit_bytes) == (3 * GIB, 4 * GIB)
     assert largest_share(limits, MemoryPolicy()) == pytest.approx(150 / 170)
 
 

@@ -82,7 +82,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(micro_batch, "plan_memory", plan)
     monkeypatch.setattr(module, "step_range_s", step_range_s)
     monkeypatch.setattr(module, "device_memory_bytes", lambda config, device: int(found.gib * GIB))
-    limit = SimpleNamespace(limit_bytes=found.gib * GIB)
+    limit = SimpleNamespace(total_bytes=found.gib * GIB)
     monkeypatch.setattr(module, "ram_limit", lambda configured: limit)
     return found
 

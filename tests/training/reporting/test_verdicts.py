@@ -147,7 +147,7 @@ def test_a_window_counts_only_its_own_work(judged: Callable[..., Judged]) -> Non
     one.steps(1, 20)
     record = one.records[1]
     assert record["decode_s"] == pytest.approx(19.0)
-    assert (record["batches"], record["ran_empty"], record["delivered_bytes"]) == (20, 20, 40000)
+    assert (record["batches"], record["empty_queue_hits"], record["delivered_bytes"]) == (20, 20, 40000)
     assert record["read_s"] is None
 
 

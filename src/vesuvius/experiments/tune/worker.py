@@ -174,8 +174,8 @@ class TuneWorker:
         drained = progress.sample_index + ahead
         while progress.sample_index < drained:
             self._take_batch()
-        empty = stream.feeder_stats.ran_empty
-        while stream.feeder_stats.ran_empty == empty and time.monotonic() - began < seconds:
+        empty = stream.feeder_stats.empty_queue_hits
+        while stream.feeder_stats.empty_queue_hits == empty and time.monotonic() - began < seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
         length = TrialLength(options.batch_size, self._cycle, seconds)
@@ -245,9 +245,9 @@ class TuneWorker:
         """Wait until all buffers are full and the readers use no CPU, within bounds."""
         give_up = time.monotonic() + most_s
         while time.monotonic() < give_up and not self._loop.run.stop.is_requested():
-            full_s, cpu_s = self._stream.feeder_stats.full_s, self._readers_cpu_s()
+            idle_s, cpu_s = self._stream.feeder_stats.idle_s, self._readers_cpu_s()
             time.sleep(_IDLE_OVER_S)
-            is_full = self._stream.feeder_stats.full_s - full_s >= 0.9 * _IDLE_OVER_S
+            is_full = self._stream.feeder_stats.idle_s - idle_s >= 0.9 * _IDLE_OVER_S
             if is_full and self._readers_cpu_s() - cpu_s < _IDLE_CORES * _IDLE_OVER_S:
                 return
 

@@ -115,7 +115,7 @@ class Inspection:
             "exit_code": self.exit_code,
             "level": self.level.name if self.level is not None else None,
             "parts": found.pop("rows"),
-            "killers": [asdict(each) | {"left_bytes": each.left_bytes} for each in self.limits],
+            "limits": [asdict(each) | {"left_bytes": each.left_bytes} for each in self.limits],
             "processes": seen.get("processes"),
             "machine": machine,
             "gpus": seen.get("gpus"),
@@ -145,7 +145,7 @@ class Watch:
         return replace(
             found,
             remarks=(*found.remarks, *([remark] if stopped else [])),
-            limit_bytes=tightest(sample, self._limits).limit_bytes,
+            limit_bytes=tightest(sample, self._limits).total_bytes,
             page_cache_bytes=cgroup.file_bytes if cgroup else sample.machine.page_cache_bytes,
             level=risk.level if found.level is None else found.level,
             reason=found.reason or risk.reason,
@@ -229,12 +229,12 @@ class RunInspector:
             return self._watch.add_to(replace(found, rows=rows), sample)
         if last is not None:  # it is dead or on another machine: use its last sample
             fresh = state == "elsewhere" and abs(now - last.time) <= _FRESH_S
-            used, most = format_size(last.killer_used_bytes), format_size(last.kills_at_bytes)
+            used, most = format_size(last.binding_used_bytes), format_size(last.limit_bytes)
             found = replace(
                 found,
                 rows=rows_of(_recorded_sizes(last), peaks, others),
                 level=Level[last.level] if fresh else None,
-                reason=f"{last.killer}: {used} in use; kills at {most}" if last.killer else "",
+                reason=f"{last.binding_limit}: {used} in use; kills at {most}" if last.binding_limit else "",
                 remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
             )
         return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found

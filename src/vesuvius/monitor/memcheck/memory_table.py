@@ -71,7 +71,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
             yield name, Text(line, style="bold red")
     for number, limit in enumerate(found.limits[:_SHOWN_LIMITS]):
         used = f"{format_size(limit.used_bytes)} used, {format_size(limit.left_bytes)} left"
-        yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.kills_at_bytes)}; {used}"
+        yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.limit_bytes)}; {used}"
     if found.sample is not None:
         yield from _machine_facts(found, found.sample)
     if found.steps is not None:

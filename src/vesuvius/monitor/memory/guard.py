@@ -63,7 +63,7 @@ class Guard:
         self._has_shrunk = False
         self._beyond_exit_since_s: float | None = None
 
-    def judge(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
+    def next_action(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
         """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
 
         `time_s` is that of the sample, by any clock.
@@ -110,7 +110,7 @@ class Guard:
             self._beyond_exit_since_s = None
             return False
         since_s = self._beyond_exit_since_s = time_s if self._beyond_exit_since_s is None else self._beyond_exit_since_s
-        kill = used_share(replace(nearest, used_bytes=nearest.kills_at_bytes), self._policy)
+        kill = used_share(replace(nearest, used_bytes=nearest.limit_bytes), self._policy)
         halfway = (self._policy.exit_at + kill) / 2
         return used_share(nearest, self._policy) >= halfway > self._policy.exit_at or time_s - since_s >= _EXIT_HOLD_S
 

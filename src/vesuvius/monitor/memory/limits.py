@@ -42,18 +42,18 @@ class MemoryLimit:
 
     name: str  # for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib"
     used_bytes: int  # current use, as it is counted for this limit
-    limit_bytes: int  # base of the shares in `MemoryPolicy`
-    kills_at_bytes: int  # use at which it kills; below the limit for Ray's monitor
+    total_bytes: int  # base of the shares in `MemoryPolicy`
+    limit_bytes: int  # use at which it kills; below the limit for Ray's monitor
     own_bytes: int = 0  # part of it used by the run, with its other ranks on this machine
     least_others_bytes: int = 0  # smallest use by other programs seen so far
 
     @property
     def left_bytes(self) -> int:
-        return self.kills_at_bytes - self.used_bytes
+        return self.limit_bytes - self.used_bytes
 
     @property
     def share(self) -> float:
-        return self.used_bytes / self.limit_bytes
+        return self.used_bytes / self.total_bytes
 
 
 def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int) -> float | None:
@@ -129,7 +129,7 @@ def ray_memory(sample: SystemSample) -> tuple[int, int]:
 
 def tightest(sample: SystemSample, policy: MemoryPolicy) -> MemoryLimit:
     """Return the smallest limit: the memory that a run may use."""
-    return min(limits_of(sample, policy), key=lambda limit: limit.limit_bytes)
+    return min(limits_of(sample, policy), key=lambda limit: limit.total_bytes)
 
 
 def left_bytes(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> int:
@@ -147,17 +147,17 @@ def used_share(limit: MemoryLimit, policy: MemoryPolicy) -> float:
     kills so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `policy.exit_at` would come too late, shares
     are scaled so that `exit_at` lies below the kill.
     """
-    end_bytes = min(limit.kills_at_bytes, limit.limit_bytes)  # beyond it is swap
-    end = end_bytes / limit.limit_bytes
+    end_bytes = min(limit.limit_bytes, limit.total_bytes)  # beyond it is swap
+    end = end_bytes / limit.total_bytes
     return (end - (end_bytes - limit.used_bytes) / _base_bytes(limit)) * _squeeze(limit, policy)
 
 
 def _base_bytes(limit: MemoryLimit) -> int:
-    return min(limit.limit_bytes, _LARGEST_BYTES)
+    return min(limit.total_bytes, _LARGEST_BYTES)
 
 
 def _squeeze(limit: MemoryLimit, policy: MemoryPolicy) -> float:
-    return max(1.0, (policy.exit_at + _BELOW_KILL) * limit.limit_bytes / limit.kills_at_bytes)
+    return max(1.0, (policy.exit_at + _BELOW_KILL) * limit.total_bytes / limit.limit_bytes)
 
 
 def largest_share(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> float:

@@ -304,11 +304,11 @@ def _reason(risk: Risk, policy: MemoryPolicy) -> str:
         return f"{_in_use(first)}, {growth}"
     fullest = max(risk.limits, key=lambda each: used_share(each, policy))
     text = f"close to running out of memory: {first.name}: {_in_use(first)}; "
-    text += f"kills at {format_size(first.kills_at_bytes)}, {growth}"
+    text += f"kills at {format_size(first.limit_bytes)}, {growth}"
     if fullest.name != first.name and used_share(fullest, policy) >= policy.warn_at:
-        text += f"; {fullest.name}: {_in_use(fullest)}; kills at {format_size(fullest.kills_at_bytes)}"
+        text += f"; {fullest.name}: {_in_use(fullest)}; kills at {format_size(fullest.limit_bytes)}"
     return text
 
 
 def _in_use(limit: MemoryLimit) -> str:
-    return f"{format_gib(limit.used_bytes)} of {format_gib(limit.limit_bytes)} GiB in use ({limit.share:.0%})"
+    return f"{format_gib(limit.used_bytes)} of {format_gib(limit.total_bytes)} GiB in use ({limit.share:.0%})"

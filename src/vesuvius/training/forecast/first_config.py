@@ -116,7 +116,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     gpu = "no GPU"
     if device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(device)} with {format_gib(torch.cuda.mem_get_info(device)[0])} GiB free"
-    memory, steps = f"{format_gib(ram_limit(None).limit_bytes)} GiB of memory", config.horizon_steps
+    memory, steps = f"{format_gib(ram_limit(None).total_bytes)} GiB of memory", config.horizon_steps
     summary = {
         "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
         f"{volume.chosen.dtype}{_stored(volume)[1]}",

@@ -61,7 +61,7 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
     host's limit.
     """
     if device.type == "cpu":
-        return ram_limit(config.monitor.ram_limit_gib).limit_bytes // num_local_ranks(config)
+        return ram_limit(config.monitor.ram_limit_gib).total_bytes // num_local_ranks(config)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return min(free_bytes + torch.cuda.memory_reserved(device) + CONTEXT_BYTES, total_bytes)
 

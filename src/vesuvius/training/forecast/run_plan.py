@@ -105,7 +105,7 @@ class RunPlan:
         names = dict.fromkeys(item.owner for item in self.items)
         owners = ", ".join(f"{name} {format_size(self.owner_bytes(name))}" for name in names)
         ranks = f" by {n} ranks on this machine" if (n := num_local_ranks(self.config)) > 1 else ""
-        of = f"{format_size(self.limit.limit_bytes)} ({self.limit.name})"
+        of = f"{format_size(self.limit.total_bytes)} ({self.limit.name})"
         lines = [f"RAM {format_size(self.ram_bytes)} planned of {of}{ranks}: {owners}"]
         if (step := self.step) is not None:
             need = f"VRAM {format_size(step.vram_bytes)} planned of {format_size(self.vram_bytes)} ({self.gpu_name})"
@@ -130,20 +130,20 @@ class RunPlan:
         elif need > self.vram_free_bytes:
             free = format_size(self.vram_free_bytes)
             found.append(Problem(f"only {free} of GPU memory are free; nvidia-smi shows what uses the rest", False))
-        allowed = _WARN_SHARE * self.limit.limit_bytes
+        allowed = _WARN_SHARE * self.limit.total_bytes
         if self.ram_bytes > allowed:
             largest_item, fewer = max(self.items, key=lambda item: item.size_bytes), range(config.training.workers)
             plans = {n: plan_ram(config.with_training(workers=n), self.data, self.step is not None) for n in fewer}
             fit = [n for n, items in plans.items() if sum(item.size_bytes for item in items) <= allowed]
             text = (
                 f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of "
-                f"{format_size(self.limit.limit_bytes)} ({self.limit.name}), "
+                f"{format_size(self.limit.total_bytes)} ({self.limit.name}), "
                 f"most of it for {largest_item.owner}: {largest_item.name} ({format_size(largest_item.size_bytes)}); "
                 + (f"start with training.workers={fit[-1]}" if fit else f"lower {largest_item.setting}")
             )
             # The machine with the planned GPU may have more memory.
             here = self.gpu_name != _NOT_HERE or config.monitor.ram_limit_gib is not None
-            found.append(Problem(text, here and self.ram_bytes > self.limit.limit_bytes))
+            found.append(Problem(text, here and self.ram_bytes > self.limit.total_bytes))
         return found
 
 
@@ -191,7 +191,7 @@ def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[in
         return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
     readers = ranks * sum(item.size_bytes for item in _readers(config, data))
-    if need + readers > RESIDENT_SHARE * (limit.limit_bytes - limit.used_bytes):
+    if need + readers > RESIDENT_SHARE * (limit.total_bytes - limit.used_bytes):
         return 0, f"{volumes} and their readers would take more than half of the free memory"
     return need, ""
 

@@ -17,7 +17,7 @@ from vesuvius.monitor.clock import StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import Rates
-from vesuvius.monitor.verdict import Verdict, judge
+from vesuvius.monitor.verdict import Verdict, diagnose
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.stream import PatchStream
@@ -112,7 +112,7 @@ class Verdicts:
             return False
         self._read_ahead_s += times.step_s
         replaced = self._stream.reader_totals.blocks - readers.blocks > ahead
-        ran_out = self._stream.feeder_stats.ran_empty > feeder.ran_empty
+        ran_out = self._stream.feeder_stats.empty_queue_hits > feeder.empty_queue_hits
         if replaced or ran_out or self._read_ahead_s >= _READ_AHEAD_S:
             self._read_ahead_s = None
             self._begin(step)
@@ -134,7 +134,7 @@ class Verdicts:
         window, knobs = self._window(), _knobs(run, self._stream, self._machine.memory_is_short())
         lower = [n for workers, n in self._fetched if workers == knobs.workers and n < knobs.requests]
         before = (fewer := max(lower), self._fetched[knobs.workers, fewer]) if lower else None
-        verdict = judge(window, replace(knobs, with_fewer_requests=before))
+        verdict = diagnose(window, replace(knobs, with_fewer_requests=before))
         if verdict.cause in ("store latency", "reading"):
             self._fetched[knobs.workers, knobs.requests] = window.fetched_bytes_s
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
