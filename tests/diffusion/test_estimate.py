@@ -86,14 +86,14 @@ def test_clipped_x_0_and_its_eps_still_reproduce_x(kind: Prediction) -> None:
     torch.testing.assert_close(0.6 * x_0 + 0.8 * eps, _x(), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("correction", [1.0, 1.25])
-def test_correction_scales_only_the_difference_to_the_linear_denoiser(correction: float) -> None:
-    """A program that scaled the full prediction would change the linear denoiser itself, and the spectrum."""
+@pytest.mark.parametrize("guidance", [1.0, 1.25])
+def test_residual_guidance_scales_only_the_difference_to_the_linear_denoiser(guidance: float) -> None:
+    """A program that scaled the full prediction would change the Wiener filter itself, and the spectrum."""
     power = np.ones((2, 4, 3), np.float32)
     power[0, 0] = 40
     schedule = Schedule.from_config(DiffusionConfig(), Spectrum(0.3, 1.4, power, 5))
     alpha, sigma = (float(factor) for factor in schedule.alpha_and_sigma(torch.tensor([600])))
-    level, config = NoiseLevel(600, alpha, sigma), DiffusionConfig(sampler_correction=correction)
+    level, config = NoiseLevel(600, alpha, sigma), DiffusionConfig(residual_guidance=guidance)
 
     def denoise(gain: float) -> Denoise:
         return lambda x, t, condition: predict(lambda shown, t: gain * shown[:, :1].sin(), schedule, x, t)
@@ -101,17 +101,17 @@ def test_correction_scales_only_the_difference_to_the_linear_denoiser(correction
     linear, _ = NetworkEstimate(denoise(0.0), config, schedule=schedule)(_x(), level)
     by_network, _ = NetworkEstimate(denoise(1.0), DiffusionConfig(), schedule=schedule)(_x(), level)
     x_0, eps = NetworkEstimate(denoise(1.0), config, schedule=schedule)(_x(), level)
-    torch.testing.assert_close(x_0, linear + correction * (by_network - linear), rtol=0, atol=2e-6)
+    torch.testing.assert_close(x_0, linear + guidance * (by_network - linear), rtol=0, atol=2e-6)
     torch.testing.assert_close(alpha * x_0 + sigma * eps, _x(), rtol=0, atol=2e-6)
     assert (x_0 - linear).abs().max() > 0.05
-    if correction == 1:
+    if guidance == 1:
         assert torch.equal(x_0, by_network)
 
 
 def test_a_guide_replaces_the_linear_denoiser_and_sees_the_same_condition() -> None:
     """A program that called the guide without the condition would turn the correction against the labels."""
     network, guide = _Network(), _Network()
-    config = DiffusionConfig(noise="cosine", sampler_correction=1.5, prediction="x_0")
+    config = DiffusionConfig(noise="cosine", residual_guidance=1.5, prediction="x_0")
     estimate = NetworkEstimate(network, config, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))
     x_0, _ = estimate(_x(), LEVEL)
     alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), _condition())(_x(), LEVEL)

@@ -1,4 +1,4 @@
-"""A network around the best linear denoiser: what it is shown, what it corrects, and how its levels are weighed."""
+"""A network around the stationary Wiener filter: what it is shown, what it corrects, and how its levels are weighed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_network_that_returns_0_is_the_best_linear_denoiser(spectrum: Spectrum
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     x_t = schedule.q_sample(x_0, noise(), times)
     found, _ = schedule.x_0_and_eps("v", predict(silent, schedule, x_t, times), x_t, times)
-    torch.testing.assert_close(found, schedule.linear_x_0(spectrum, x_t, times), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, schedule.wiener_x_0(spectrum, x_t, times), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("t", [0, 300, 700, 999])
@@ -146,7 +146,7 @@ def test_levels_are_weighted_by_the_root_of_the_number_of_modes_of_their_error()
     counts = np.array([1.0, 2.0, 1.0])
     error = np.stack([power / (a * power + (1 - a)) for a in schedule.alpha_bar_64])
     mean = (error * counts).sum((1, 2, 3)) / 64
-    relative = schedule.loss_weight.numpy() * mean  # what a level counts once its error is that of the linear denoiser
+    relative = schedule.loss_weight.numpy() * mean  # what a level counts once its error is that of the Wiener filter
     assert relative[-1] / relative[0] == pytest.approx(math.sqrt(1 / 64), rel=0.2)
     assert np.all(np.diff(relative) <= 1e-3)
 

@@ -1,4 +1,4 @@
-"""Mean, deviation and power spectrum of patches, and the noise levels and the linear denoiser that follow from them."""
+"""Mean, deviation and power spectrum of patches, and the noise levels and the Wiener filter that follow from them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_other_frequency_filter_is_better_than_the_linear_estimate(sigma: flo
     x_t = level.alpha * x_0 + level.sigma * eps
     factors = torch.full((2, len(x_0), 1, 1, 1, 1), level.alpha)
     factors[1] = level.sigma
-    guess = spectrum.linear_estimate(x_t, *factors)
+    guess = spectrum.wiener_filter(x_t, *factors)
     error = float((guess - x_0).square().mean())
     noise = sigma**2
     per_mode = (power * noise / (power + noise)).numpy().ravel()

@@ -16,7 +16,7 @@ from tests.support.runs import assert_same_weights, train_in
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.volume_tools.pyramid import halve, multiscale
+from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
 
 SCAN = (32, 80, 47)
 COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more than one tile
@@ -33,8 +33,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         attributes={"multiscales": [multiscale("scan", 2, [8.0] * 3, ["micrometer"] * 3)]},
     )
     write_array(place / "scan.zarr/0", voxels, chunk=16)
-    write_array(place / "scan.zarr/1", halve(voxels), chunk=16)
-    write_array(place / "upsampled.zarr", upsampled(halve(voxels), SCAN))
+    write_array(place / "scan.zarr/1", downsample_mean(voxels), chunk=16)
+    write_array(place / "upsampled.zarr", upsampled(downsample_mean(voxels), SCAN))
     level_1 = {"path": "scan.zarr", "level": 1}
     volumes: dict[str, dict[str, Any]] = {
         "coarse": level_1,

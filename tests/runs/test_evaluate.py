@@ -117,7 +117,7 @@ def test_samples_of_other_programs_are_evaluated_in_intensities(tmp_path: Path, 
     assert evaluates("shown", "--generated", path, "--out", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     metric: dict[str, Any] = found["figures"]["histogram_distance"]
-    assert not metric["beyond"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
+    assert not metric["differs"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
 
 
 def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(

@@ -182,7 +182,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         "steps": 3,
         "clip": None,
         "guidance": 1.0,
-        "correction": None,
+        "residual_guidance": None,
         "guide_sha256": None,
         "evaluations_per_sample": 3,
         "checkpoint": str(checkpoint),
@@ -234,8 +234,8 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
         drawn(tmp_path / name, "--count", 2, *options)
         for name, options in (
             ("plain", ()),
-            ("alike", ("--correction", 20, "--guide", twin)),
-            ("guided", ("--correction", 20, "--guide", earlier)),
+            ("alike", ("--residual-guidance", 20, "--guide", twin)),
+            ("guided", ("--residual-guidance", 20, "--guide", earlier)),
         )
     )
     np.testing.assert_allclose(alike.voxels().astype(float), plain.voxels(), atol=1)
@@ -243,19 +243,21 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert (plain.record["evaluations_per_sample"], guided.record["evaluations_per_sample"]) == (3, 6)
     assert guided.record["guide_sha256"] == hashlib.sha256((earlier / "model.safetensors").read_bytes()).hexdigest()
     assert ends("--out", tmp_path / "none", "--guide", earlier) == 2
-    assert "--guide has no effect with a correction of 1; add --correction 1.5" in capsys.readouterr().err
-    assert ends("--out", tmp_path / "none", "--guide", own, "--correction", 2, checkpoint=earlier) == 2
+    assert "--guide has no effect with a residual guidance of 1; add --residual-guidance 1.5" in capsys.readouterr().err
+    assert ends("--out", tmp_path / "none", "--guide", own, "--residual-guidance", 2, checkpoint=earlier) == 2
     assert "is not earlier than" in capsys.readouterr().err
     volume = ("--shape", "12,24,24", "--workers", 1)
-    assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2, "--guide", earlier) == 0
-    assert ends("--out", tmp_path / "v.zarr", *volume, "--correction", 2) == 2, "another volume, not the same one"
+    assert ends("--out", tmp_path / "v.zarr", *volume, "--residual-guidance", 2, "--guide", earlier) == 0
+    assert ends("--out", tmp_path / "v.zarr", *volume, "--residual-guidance", 2) == 2, (
+        "another volume, not the same one"
+    )
     assert "guide_sha256 null (was " in capsys.readouterr().err
 
 
 @in_plain
 @pytest.mark.parametrize("inpaint", [False, True], ids=["heun", "inpainting"])
 def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -> None:
-    """A program that ignored the guide would fall back to the linear denoiser: equal weights would then have an effect,
+    """A program that ignored the guide would fall back to the Wiener filter: equal weights would then have an effect,
     and another guide would have none."""
     earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
     shutil.copytree(own, twin := tmp_path / "twin/step_00000010")
@@ -265,8 +267,8 @@ def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -
     found = []
     for name, guided in (
         ("plain", ()),
-        ("twin", ("--correction", 20, "--guide", twin)),
-        ("earlier", ("--correction", 20, "--guide", earlier)),
+        ("twin", ("--residual-guidance", 20, "--guide", twin)),
+        ("earlier", ("--residual-guidance", 20, "--guide", earlier)),
     ):
         out = tmp_path / f"{name}.zarr"
         assert ends("--out", out, "--workers", 1, *options, *guided) == 0

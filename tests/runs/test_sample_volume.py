@@ -34,7 +34,7 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepare
 from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
 from vesuvius.training.validation.pictures import GAP, MontageCell, draw_grid
-from vesuvius.volume_tools.pyramid import halve, halve_labels
+from vesuvius.volume_tools.pyramid import downsample_mean, downsample_mode
 from vesuvius.volumes.box import slices
 from vesuvius.volumes.volume import open_volume
 
@@ -89,7 +89,7 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
     assert (opened.shape_zyx, opened.dtype, opened.voxel_size_um) == (SHAPE, np.uint8, (8.0, 8.0, 8.0))
     assert opened.chunk_zyx == (12, 16, 16)
     assert voxels(out).std() > 10
-    np.testing.assert_array_equal(voxels(out, 1), halve(voxels(out)))
+    np.testing.assert_array_equal(voxels(out, 1), downsample_mean(voxels(out)))
     assert {path.name for path in tmp_path.iterdir()} == {"big.zarr", "big.png"}, "no state is left"
     assert np.asarray(Image.open(tmp_path / "big.png")).std() > 10
     attributes = json.loads((out / ".zattrs").read_text())
@@ -137,7 +137,7 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     assert one.geometry.translation_zyx == (32.0, 0.0, 64.0)
     np.testing.assert_array_equal(voxels(labels), voxels(Path("labels.zarr"))[4:16, 0:24, 8:32])
     assert set(np.unique(voxels(labels, 1))) == {0, 2}, "no mean of labels"
-    np.testing.assert_array_equal(voxels(labels, 1), halve_labels(voxels(labels)))
+    np.testing.assert_array_equal(voxels(labels, 1), downsample_mode(voxels(labels)))
 
     records = [json.loads((path / ".zattrs").read_text())["vesuvius_drawing"] for path in (scan, labels)]
     assert records[0] == records[1]

@@ -26,7 +26,7 @@ from tests.support.small_disk import with_small_files
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.copy import CopyRequest, CopyStats, copy_box
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.pyramid import downsample_mean
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -169,7 +169,7 @@ def test_a_copy_keeps_dtype_fill_value_and_air(tmp_path: Path, dtype: str, fill:
     figures = copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", levels=3), QUICK)
     assert figures.air >= 4
     group = zarr.open_group(tmp_path / "c.zarr", mode="r")
-    for level, expected in enumerate((voxels, halve(voxels), halve(halve(voxels)))):
+    for level, expected in enumerate((voxels, downsample_mean(voxels), downsample_mean(downsample_mean(voxels)))):
         array = group[str(level)]
         assert isinstance(array, zarr.Array)
         assert array.dtype == np.dtype(dtype)

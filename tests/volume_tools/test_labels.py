@@ -17,7 +17,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
-from vesuvius.volume_tools.pyramid import halve, halve_labels
+from vesuvius.volume_tools.pyramid import downsample_mean, downsample_mode
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -53,11 +53,11 @@ def test_labels_keep_their_values_in_all_levels(tmp_path: Path, kind: str, capsy
     assert "look like labels" not in capsys.readouterr().err
     finer = voxels
     for number in range(1, 4):
-        finer = halve_labels(finer)
+        finer = downsample_mode(finer)
         np.testing.assert_array_equal(level(out, number), finer)
         assert set(np.unique(finer)) <= {2, 9, 40000}
     out = make(kind, tmp_path, voxels, "--levels=2")
-    np.testing.assert_array_equal(level(out, 1), halve(voxels))
+    np.testing.assert_array_equal(level(out, 1), downsample_mean(voxels))
     assert "look like labels" in capsys.readouterr().err
 
 
@@ -90,7 +90,7 @@ def test_the_most_frequent_label_is_counted_exactly_with_many_labels(shape: tupl
     """The largest wins a tie.  With few and with many labels."""
     for most in (2, 4, 60000):
         labels = np.random.default_rng(most).integers(0, most, shape).astype(dtype)
-        found = halve_labels(labels)
+        found = downsample_mode(labels)
         for z, y, x in np.ndindex(found.shape):
             block = labels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].ravel().tolist()
             assert found[z, y, x] == max(block, key=lambda label: (block.count(label), label))

@@ -14,7 +14,7 @@ import zarr
 
 from vesuvius.errors import ConfigError
 from vesuvius.volume_tools.phantom import Phantom, write_phantom
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.pyramid import downsample_mean
 
 SHAPE = (40, 70, 66)  # every level has an odd axis: 40x70x66, 20x35x33, 10x18x17
 CHUNK = 32
@@ -79,7 +79,7 @@ def test_group_metadata_is_ome_zarr_0_4(written):
 def test_each_level_is_the_mean_of_the_one_above(written):
     for path in written:
         for above, below in itertools.pairwise(levels_of(path)):
-            np.testing.assert_array_equal(below, halve(above))
+            np.testing.assert_array_equal(below, downsample_mean(above))
 
 
 def test_exactly_the_chunks_of_air_are_absent(tmp_path):

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from vesuvius.volume_tools.pyramid import Pyramid, halve, halve_labels
+from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
@@ -26,7 +26,7 @@ def test_each_coarse_voxel_is_the_mean_of_existing_voxels(dtype: str, shape: tup
     voxels = rng.integers(*ends, shape, dtype if dtype in INTEGERS else np.int64, endpoint=True).astype(dtype)
     voxels[:1] = ends[1]  # extreme values, to reveal an overflow
     voxels[-1:, :1] = ends[0]
-    halved = halve(voxels)
+    halved = downsample_mean(voxels)
     assert halved.dtype == voxels.dtype
     assert [halved.shape] == Pyramid(shape, (1, 1, 1), 2, 1).shapes[1:]
     for z, y, x in itertools.product(*map(range, halved.shape)):
@@ -41,7 +41,7 @@ def test_each_coarse_voxel_is_the_mean_of_existing_voxels(dtype: str, shape: tup
 
 def test_each_coarse_label_is_the_most_frequent_and_ties_go_to_the_largest() -> None:
     labels = np.random.default_rng(0).choice(np.array([0, 3, 60_000], np.uint16), (5, 6, 7))
-    halved = halve_labels(labels)
+    halved = downsample_mode(labels)
     assert (halved.dtype, halved.shape) == (np.uint16, (3, 3, 4))
     for z, y, x in np.ndindex(halved.shape):
         block = labels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].ravel().tolist()

@@ -20,7 +20,10 @@ KEYS = {
     "steps": ("diffusion.sampler_steps", "sampling steps"),
     "clip": ("diffusion.sampler_clip", "limit on |x_0| in each step, in model values; null = none"),
     "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
-    "correction": ("diffusion.sampler_correction", "factor on what the network adds: 1 = as trained, more = sharper"),
+    "residual_guidance": (
+        "diffusion.residual_guidance",
+        "factor on what the network adds: 1 = as trained; sharper above",
+    ),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
 """The config key that each option sets, and its meaning."""
@@ -145,11 +148,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "--guide",
         type=Path,
         metavar="CHECKPOINT",
-        help="earlier checkpoint of the run; --correction amplifies the change since then",
+        help="earlier checkpoint of the run; --residual-guidance amplifies the change since then",
     )
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
-        keys.add_argument(f"--{option}", metavar="VALUE", help=f"{key}: {meaning}")
+        keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=f"{key}: {meaning}")
 
 
 def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ WITHOUT_EFFECT = ("diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.s
 
 # Another experiment: its weights do not fit or mean something else.  Sampler settings may change.
 OTHER_EXPERIMENT = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
-DRAWS_SAMPLES = ("diffusion.sampler",)
+DRAWS_SAMPLES = ("diffusion.sampler", "diffusion.residual_guidance")
 # Allowed, but training changes; lines of `resume.drift_effects` begin with EFFECTS.
 EFFECTS = ("learning rate", "effective batch", "average of the weights")
 CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
@@ -51,7 +51,7 @@ CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "tra
 SAME_SPEED = (
     "name", "monitor.", "training.max_", "training.lr", "training.warmup_steps", "training.epochs",
     "training.steps_per_epoch", "training.save_every", "training.keep_", "training.validate_", "training.preview_",
-    "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", "diffusion.sampler",
+    "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", *DRAWS_SAMPLES,
 )  # fmt: skip
 
 _LONGEST_VALUE = 80  # characters of a quoted value

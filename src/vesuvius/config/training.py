@@ -211,10 +211,10 @@ class DiffusionConfig(Section):
         ge=0,
         description="classifier-free guidance: 1 = plain condition, more = stronger, 0 = ignore the condition",
     )
-    sampler_correction: float = Field(
+    residual_guidance: float = Field(
         1.0,
         gt=0,
-        description="factor on the network's correction of the linear denoiser while sampling (spectral noise only); "
+        description="factor on the network's correction of the Wiener filter while sampling (spectral noise only); "
         "1.25 compensates for brief training",
     )
 

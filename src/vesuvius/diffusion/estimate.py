@@ -1,9 +1,9 @@
 """Network -> prediction -> estimate of x_0 and eps, with guidance and clipping -> patch-sized samples.
 
-With a known data spectrum, the network corrects the best linear denoiser.  In Karras et al. 2022 the network corrects
-c_skip x_t, the best linear estimate for white data.  CT patches are not white, so here c_skip is a filter with one
-value per frequency, and the estimate is the Wiener filter's.  A network that returns 0 is the best linear denoiser at
-every noise level; training adds only what the spectrum does not contain.
+With a known data spectrum, the network corrects the stationary Wiener filter, the best linear denoiser.  In Karras et
+al. 2022 it corrects c_skip x_t, the Wiener filter of white data.  CT patches are not white, so here c_skip is a filter
+with one value per frequency.  A network that returns 0 is the filter at every noise level; training adds only what the
+spectrum does not contain.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def mask_condition(condition: Tensor, keep: Tensor) -> Tensor:
 def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
     """Return the prediction for x_t, of the kind `diffusion.prediction`: BCZYX, float32 or the network's dtype.
 
-    If the schedule has a spectrum, the result is the v of the linear denoiser plus the network's output times the
+    If the schedule has a spectrum, the result is the v of the Wiener filter plus the network's output times the
     standard deviation of that v's error.  The network then sees the two channels of `split_signal_noise`, not x_t.
 
     Args:
@@ -53,7 +53,7 @@ def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condit
 
 
 def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the network input, the v of the best linear denoiser, and the standard deviation of that v's error.
+    """Return the network input, the v of the stationary Wiener filter, and the standard deviation of that v's error.
 
     The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
     so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
@@ -89,13 +89,13 @@ class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
     Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
-    `sampler_correction` and `sampler_clip` of the config.  x_0 is standardised with the mean and std of the schedule's
+    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardised with the mean and std of the schedule's
     data, in model values, as are the clipping limits.  `evaluations` counts network calls, two per estimate if guidance
     is neither 0 nor 1.
 
     Args:
-        schedule: None = mean 0, std 1, and no linear denoiser to correct.
-        guide: replaces the linear denoiser; costs one more network call per estimate.
+        schedule: None = mean 0, std 1, and no Wiener filter to correct.
+        guide: replaces the Wiener filter; costs one more network call per estimate.
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class NetworkEstimate:
         return x_0_and_eps("x_0", (clipped - self._mean) / self._std, x, level.alpha, level.sigma)
 
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
-        """Scale the difference between the prediction and that of the linear denoiser, or guide, by the correction.
+        """Scale the difference between the prediction and that of the Wiener filter, or guide, by `residual_guidance`.
 
-        A briefly trained network corrects the linear denoiser too little, and its samples look too Gaussian.  This is
+        A briefly trained network corrects the Wiener filter too little, and its samples look too Gaussian.  This is
         guidance away from a weaker denoiser (Karras et al. 2024).
         """
-        correction = self._config.sampler_correction
-        if correction == 1:
+        guidance = self._config.residual_guidance
+        if guidance == 1:
             return prediction
         if self._guide is not None:
             condition = self._condition
             if condition is not None and self._config.sampler_guidance == 0:
                 condition = torch.zeros_like(condition)
             weaker = self._evaluated(x, level, condition, self._guide)
-            return weaker + correction * (prediction - weaker)
+            return weaker + guidance * (prediction - weaker)
         if self._schedule is None or self._schedule.spectrum is None:
             return prediction
         alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
         _, linear, _ = split_signal_noise(self._schedule, x.float(), alpha.float(), sigma.float())
-        return linear + correction * (prediction - linear)
+        return linear + guidance * (prediction - linear)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
         """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u).

@@ -63,10 +63,10 @@ def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, sp
 def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
     """Return the loss weight of a squared error in v at each noise level: float64 like `alpha_bar`.
 
-    The error is divided by that of the best linear denoiser, which makes levels comparable, and multiplied by sqrt(N).
+    The error is divided by that of the Wiener filter, which makes levels comparable, and multiplied by sqrt(N).
     N is the share of independent modes that carry the error: N = (sum e)^2 / (modes sum e^2) with e = P sigma^2 /
     (P + sigma^2).  At low noise N is 1.  At high noise the error of a patch is concentrated in a few modes, whose
-    gradients would dominate although they carry little information.  The linear denoiser has a mean loss of 1.  Pure.
+    gradients would dominate although they carry little information.  The Wiener filter has a mean loss of 1.  Pure.
     """
     power, modes = _power_histogram(spectrum)
     variance = alpha_bar[:, None] * power + (1 - alpha_bar)[:, None]
@@ -234,12 +234,12 @@ class Schedule:
         x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
         return self.model_values(x_0), eps
 
-    def linear_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
-        """Return the estimate of x_0, in model values, of the best linear denoiser for data of this spectrum."""
+    def wiener_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
+        """Return the estimate of x_0, in model values, by the stationary Wiener filter for data of this spectrum."""
         alpha, sigma = self._levels(t)
         # x_t is standardised with this schedule's mean and std; the filter expects those of `spectrum`.
         shift, scale = (spectrum.mean - self.mean) / self.std, spectrum.std / self.std
-        return spectrum.linear_estimate(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
+        return spectrum.wiener_filter(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
 
     def snr(self, t: Tensor) -> Tensor:
         """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], decreasing in t."""

@@ -1,6 +1,6 @@
 """Second-order statistics of the data: mean, standard deviation and power spectrum of patches.
 
-They determine the noise levels and the best linear denoiser, the baseline of the validation error.
+They determine the noise levels and the stationary Wiener filter, the baseline of the validation error.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Spectrum:
             counts[-1] = 1.0
         return counts
 
-    def linear_estimate(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return the best linear estimate of standardised x_0 from x_t = alpha x_0 + sigma eps: the Wiener filter.
+    def wiener_filter(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """Estimate standardised x_0 from x_t = alpha x_0 + sigma eps with the stationary Wiener filter.
 
         It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t and the result are float32 [B, C, Z, Y, X];
         alpha and sigma are [B, 1, 1, 1, 1].  Pure.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vesuvius import __version__
 from vesuvius.config import Config
+from vesuvius.config.describe import DRAWS_SAMPLES
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate, generate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
@@ -68,9 +69,9 @@ def resolve_checkpoint(request: GenerateRequest) -> CheckpointInfo:
     if request.guide is not None:
         _check_guide(info, read_checkpoint_info(request.guide, request.overrides))
         check_weights(request.guide, request.weights)
-    elif (diffusion := info.config.diffusion).sampler_correction != 1 and diffusion.noise != "spectral":
+    elif (diffusion := info.config.diffusion).residual_guidance != 1 and diffusion.noise != "spectral":
         raise ConfigError(
-            f"--correction has no effect: diffusion.noise={diffusion.noise} has no linear denoiser; add --guide"
+            f"--residual-guidance has no effect: diffusion.noise={diffusion.noise} has no Wiener filter; add --guide"
         )
     try:
         build_meta_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
@@ -81,7 +82,11 @@ def resolve_checkpoint(request: GenerateRequest) -> CheckpointInfo:
 
 def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
     def noise_keys(config: Config) -> dict[str, Any]:
-        return {key: value for key, value in config.diffusion.model_dump().items() if not key.startswith("sampler")}
+        return {
+            key: value
+            for key, value in config.diffusion.model_dump().items()
+            if not f"diffusion.{key}".startswith(DRAWS_SAMPLES)
+        }
 
     ours, theirs = info.config, guide.config
     if voxel_settings(ours.data) != voxel_settings(theirs.data) or noise_keys(ours) != noise_keys(theirs):
@@ -91,8 +96,8 @@ def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
         )
     if guide.step >= info.step and guide.checkpoint.parent == info.checkpoint.resolve().parent:
         raise ConfigError(f"--guide {guide.checkpoint} is not earlier than {info.checkpoint}; use an earlier one")
-    if ours.diffusion.sampler_correction == 1:
-        raise ConfigError("--guide has no effect with a correction of 1; add --correction 1.5")
+    if ours.diffusion.residual_guidance == 1:
+        raise ConfigError("--guide has no effect with a residual guidance of 1; add --residual-guidance 1.5")
 
 
 def run_directory(checkpoint: Path) -> Path:
@@ -112,7 +117,7 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
         **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
-        "correction": None if diffusion.sampler_correction == 1 else diffusion.sampler_correction,
+        "residual_guidance": None if diffusion.residual_guidance == 1 else diffusion.residual_guidance,
         "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
         "volume": info.data.volumes[request.volume_index].name,
         "intensity_low": intensity.low,

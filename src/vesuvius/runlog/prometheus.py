@@ -33,7 +33,7 @@ LATEST = {
     "learning_rate": ("step.lr", "learning rate of the last step"),
     "readers": ("step.workers", "reader processes"),
     "validation_loss": ("validation.weights.loss", "loss of the last validation"),
-    "validation_relative_error": ("validation.relative_error", "error against the best linear denoiser"),
+    "validation_relative_error": ("validation.relative_error", "error against the stationary Wiener filter"),
     "last_checkpoint_timestamp_seconds": ("checkpoint.saved_time", "time of the last complete checkpoint"),
     "last_checkpoint_bytes": ("checkpoint.bytes", "size of the last checkpoint"),
     "hung": ("event.hung", "1 while the watchdog reports the run as hung, else 0"),

@@ -36,7 +36,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
-from vesuvius.volume_tools.pyramid import Pyramid, equal_share, halve, halve_labels
+from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode, equal_share
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
@@ -70,7 +70,7 @@ class PartialCopy:
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
     kind: str
-    halved: Callable[[NDArray[Any]], NDArray[Any]] = halve  # downsamples a level to the next
+    halved: Callable[[NDArray[Any]], NDArray[Any]] = downsample_mean  # downsamples a level to the next
 
     @property
     def path(self) -> Path:
@@ -98,7 +98,7 @@ class PartialCopy:
         `read` returns the voxels of a box, None to skip the chunk.  `on_chunk` is called with the stored bytes of each
         finished chunk (0 = air), `ahead` before each read with all boxes and the position of the next one.
         """
-        if level == 0 and self.plan.levels > 1 and self.halved is halve and self.kind in (COPY, IMPORT):
+        if level == 0 and self.plan.levels > 1 and self.halved is downsample_mean and self.kind in (COPY, IMPORT):
             read = _hinting(read)
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
@@ -257,7 +257,7 @@ def open_partial(
                 check_record(path, None, record)
             else:
                 write_atomically(recorded, json.dumps(record, indent=2).encode())
-        halved = halve_labels if labels else halve
+        halved = downsample_mode if labels else downsample_mean
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind, halved)
 
 

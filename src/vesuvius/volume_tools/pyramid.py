@@ -81,7 +81,7 @@ def multiscale(
     return {"version": "0.4", "name": name, "axes": axes, "datasets": datasets}
 
 
-def halve(voxels: NDArray[Any]) -> NDArray[Any]:
+def downsample_mean(voxels: NDArray[Any]) -> NDArray[Any]:
     """Downsample (Z, Y, X) by the mean of 2x2x2 voxels (fewer at an odd end); integers are rounded half up.
 
     Returns the same dtype, each axis half as long, rounded up.  For bool, or labels 0 and 1, this is the majority.
@@ -98,7 +98,7 @@ def halve(voxels: NDArray[Any]) -> NDArray[Any]:
     return mean.astype(voxels.dtype, copy=False)
 
 
-def halve_labels(labels: NDArray[Any]) -> NDArray[Any]:
+def downsample_mode(labels: NDArray[Any]) -> NDArray[Any]:
     """Downsample (Z, Y, X) by the most frequent label of 2x2x2 voxels (fewer at an odd end); the largest wins a tie."""
     even = np.pad(labels, [(0, size % 2) for size in labels.shape], mode="edge")  # doubles all votes at an odd end
     z, y, x = even.shape

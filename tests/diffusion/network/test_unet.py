@@ -80,7 +80,7 @@ def test_a_seed_fixes_the_weights_without_the_global_generator() -> None:
     second = build_unet(ALL_PARTS, 7).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     other = build_unet(ALL_PARTS, 8).state_dict()
-    assert not torch.equal(first["from_boxes.weight"], other["from_boxes.weight"])
+    assert not torch.equal(first["patch_embed.weight"], other["patch_embed.weight"])
 
 
 def test_adding_a_module_does_not_change_other_initial_weights() -> None:

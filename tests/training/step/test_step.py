@@ -466,7 +466,7 @@ def test_auto_uses_channels_last_only_on_a_gpu_in_16_bits(
     config = make_config(amp=amp, channels_last=wanted)
     assert uses_channels_last(config.training, torch.device(device)) == last
     if device == "cpu":
-        weight = build_network(config, CPU).get_parameter("from_boxes.weight")
+        weight = build_network(config, CPU).get_parameter("patch_embed.weight")
         assert memory_format_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 

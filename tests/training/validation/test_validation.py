@@ -270,7 +270,7 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
         )
 
     def linear(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        return predicting(schedule.linear_x_0(spectrum(), x_t, t), x_t, t)
+        return predicting(schedule.wiener_x_0(spectrum(), x_t, t), x_t, t)
 
     def sure(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         candidates = alpha(t)[:, None] * schedule.standardised(x_0)[None]  # [B, PATCHES, 1, Z, Y, X]
@@ -284,7 +284,7 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
 
 
 def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
-    """Constant patches: the best linear denoiser makes no error."""
+    """Constant patches: the stationary Wiener filter makes no error."""
     some = Losses(0.5, (0.5, 0.5), (0.25, 4.0))
     none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf))
     assert some.relative_error == pytest.approx(1.0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vesuvius.config import Triple
 from vesuvius.diffusion.network.layers import memory_format_of
 
-_SEEDING_NAMES = {"from_boxes.": "stem_in.", "to_boxes.": "stem_out.", "trunk.to_boxes.": "trunk.upsamples."}
+_SEEDING_NAMES = {"patch_embed.": "stem_in.", "upsample.": "stem_out."}
 
 
 def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
@@ -75,12 +75,12 @@ def boxed_weights(weights: Mapping[str, Tensor]) -> dict[str, BoxChannels]:
     boxed = {}
     if "full_in.weight" in shape:
         full = shape["full_in.weight"][0]
-        boxed = {"from_boxes.weight": BoxChannels(1, full), **_both("to_boxes", full)}
-    elif {"conv_out.weight", "from_boxes.weight"} <= shape.keys():
-        boxed = {"from_boxes.weight": BoxChannels(1, shape["from_boxes.weight"][1] // shape["conv_out.weight"][0])}
+        boxed = {"patch_embed.weight": BoxChannels(1, full), **_both("upsample", full)}
+    elif {"conv_out.weight", "patch_embed.weight"} <= shape.keys():
+        boxed = {"patch_embed.weight": BoxChannels(1, shape["patch_embed.weight"][1] // shape["conv_out.weight"][0])}
     levels = sum(name.startswith("trunk.downsamples.") and name.endswith(".weight") for name in shape)
     for level in range(levels):
-        boxed |= _both(f"trunk.to_boxes.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
+        boxed |= _both(f"trunk.upsamples.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
     return {name: channels for name, channels in boxed.items() if name in shape}
 
 

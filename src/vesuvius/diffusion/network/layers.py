@@ -32,7 +32,7 @@ def norm_silu_conv(
     groups: int,
     conv: Callable[[Tensor], Tensor],
     recompute: bool,
-    before: Tensor | None = None,
+    conv_bias: Tensor | None = None,
 ) -> Tensor:
     """Return conv(SiLU(GroupNorm(x) weight + bias)).
 
@@ -41,7 +41,7 @@ def norm_silu_conv(
         weight, bias: [C], or [B, C] with one row per sample.
         groups: a divisor of C.
         recompute: keep only x for the backward pass, which computes norm and SiLU again, but not the convolution.
-        before: [C], added to x; only in compiled code, where it takes no extra pass.
+        conv_bias: [C], added to x; only in compiled code, where it takes no extra pass.
     """
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def norm_silu_conv(
     arguments: tuple[Tensor, ...] = x, weight, bias
     if torch.compiler.is_compiling():
         rows = (part.expand(len(x), -1) for part in (weight, bias))
-        arguments = x, *GroupNormAffine.apply(x, *rows, before, groups)  # type: ignore[no-untyped-call]
+        arguments = x, *GroupNormAffine.apply(x, *rows, conv_bias, groups)  # type: ignore[no-untyped-call]
         function = fused
     if recompute and torch.is_grad_enabled():
         # Nothing here is random, so no generator state has to be restored.
@@ -67,7 +67,7 @@ def norm_silu_conv(
 
 
 class GroupNormAffine(torch.autograd.Function):
-    """Scale and shift, float32 [B, C, 1, 1, 1], such that GroupNorm(x + before) weight + bias = x scale + shift.
+    """Scale and shift, float32 [B, C, 1, 1, 1], such that GroupNorm(x + conv_bias) weight + bias = x scale + shift.
 
     With `AffineSiLU` this is the norm in compiled code, written to minimise memory traffic.  Forward reads x once for
     the statistics and once for the result; backward reads x and the gradient once for the sums per channel and once for
@@ -76,37 +76,37 @@ class GroupNormAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None, groups: int
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, conv_bias: Tensor | None, groups: int
     ) -> tuple[Tensor, Tensor]:
         def by_group(x: Tensor) -> Tensor:
             return x.view(*x.shape[:-1], groups, -1)
 
         full = x.to(torch.promote_types(x.dtype, torch.float32))
         variances, means = (by_group(part) for part in torch.var_mean(full, (2, 3, 4), correction=0))
-        shifted = means if before is None else means + by_group(before)
+        shifted = means if conv_bias is None else means + by_group(conv_bias)
         mean = shifted.mean(2, keepdim=True)
         var = (variances + (shifted - mean).square()).mean(2, keepdim=True)
         rstd = torch.rsqrt(var + NORM_EPS)
-        mean = mean.expand_as(means) if before is None else mean - by_group(before)
+        mean = mean.expand_as(means) if conv_bias is None else mean - by_group(conv_bias)
         scale = rstd * by_group(weight)
         ctx.save_for_backward(x, by_group(weight), means, mean, rstd, scale)
-        ctx.has_before = before is not None
+        ctx.has_conv_bias = conv_bias is not None
         return _by_channel(scale), _by_channel(by_group(bias) - mean * scale)
 
     @staticmethod
-    def backward(ctx: Any, *of_affine: Tensor) -> Any:
+    def backward(ctx: Any, *grad_affine: Tensor) -> Any:
         x, weight, means, mean, rstd, scale = ctx.saved_tensors
-        of_scale, of_shift = (part.view(weight.shape) for part in of_affine)
+        grad_scale, grad_shift = (part.view(weight.shape) for part in grad_affine)
         voxels = x[0, 0].numel()
         elements = voxels * weight.shape[2]
-        of_weight = (of_scale - of_shift * mean) * rstd
-        slope = -rstd.square() * (of_weight * weight).sum(2, keepdim=True) / elements
-        offset = -rstd * (of_shift * weight).sum(2, keepdim=True) / elements - slope * mean
-        of_x = x * _by_channel(slope.expand_as(weight)) + _by_channel(offset)
-        of_before = None
-        if ctx.has_before:
-            of_before = (of_shift * scale + voxels * (slope * means + offset)).sum(0).flatten()
-        return of_x.to(x.dtype), of_weight.flatten(1), of_shift.flatten(1), of_before, None
+        grad_weight = (grad_scale - grad_shift * mean) * rstd
+        slope = -rstd.square() * (grad_weight * weight).sum(2, keepdim=True) / elements
+        offset = -rstd * (grad_shift * weight).sum(2, keepdim=True) / elements - slope * mean
+        grad_x = x * _by_channel(slope.expand_as(weight)) + _by_channel(offset)
+        grad_conv_bias = None
+        if ctx.has_conv_bias:
+            grad_conv_bias = (grad_shift * scale + voxels * (slope * means + offset)).sum(0).flatten()
+        return grad_x.to(x.dtype), grad_weight.flatten(1), grad_shift.flatten(1), grad_conv_bias, None
 
 
 class AffineSiLU(torch.autograd.Function):
@@ -122,9 +122,9 @@ class AffineSiLU(torch.autograd.Function):
         x, scale, shift = ctx.saved_tensors
         z = x * scale + shift
         sigmoid = torch.sigmoid(z)
-        of_z = grad * (sigmoid * (1 + z * (1 - sigmoid)))
-        of_scale, of_shift = (part.sum((2, 3, 4), keepdim=True) for part in (of_z * x, of_z))
-        return (of_z * scale).to(x.dtype), of_scale, of_shift
+        grad_z = grad * (sigmoid * (1 + z * (1 - sigmoid)))
+        grad_scale, grad_shift = (part.sum((2, 3, 4), keepdim=True) for part in (grad_z * x, grad_z))
+        return (grad_z * scale).to(x.dtype), grad_scale, grad_shift
 
 
 def _by_channel(x: Tensor) -> Tensor:
@@ -235,12 +235,12 @@ class AdaptiveNormSiLU(nn.Module):
         embedding: Tensor,
         conv: Callable[[Tensor], Tensor],
         recompute: bool,
-        before: Tensor | None = None,
+        conv_bias: Tensor | None = None,
     ) -> Tensor:
         """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
         with no_autocast(x.device):  # 1 + scale in bf16 would lose most of a small scale
             scale, shift = self.project(embedding).chunk(2, dim=1)
-        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, before)
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, conv_bias)
 
 
 class ResidualBlock(nn.Module):
@@ -257,11 +257,11 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor, recompute: bool) -> Tensor:
         """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
         conv_1: Callable[[Tensor], Tensor] = self.conv_1
-        before: Tensor | None = None
+        conv_bias: Tensor | None = None
         if torch.compiler.is_compiling():  # the bias is added by the norm
-            conv_1, before = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias
+            conv_1, conv_bias = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias
         h = self.norm_1(x, conv_1, recompute)
-        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, before)
+        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, conv_bias)
         return out
 
 

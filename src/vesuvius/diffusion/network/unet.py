@@ -119,7 +119,7 @@ class Trunk(nn.Module):
         self.per_level, self.strides_zyx, self.execution = config.blocks_per_level, config.level_strides_zyx, execution
         heads, c = config.attention_heads, config.channels[0]
         self.down_blocks, self.downsamples = nn.ModuleList(), nn.ModuleList()
-        self.up_blocks, self.to_boxes = nn.ModuleList(), nn.ModuleList()
+        self.up_blocks, self.upsamples = nn.ModuleList(), nn.ModuleList()
         skips = [c]
         for level, level_channels in enumerate(config.channels):
             if level > 0:
@@ -138,7 +138,7 @@ class Trunk(nn.Module):
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
-                self.to_boxes.append(Upsample(c, finer, stride))
+                self.upsamples.append(Upsample(c, finer, stride))
                 c = finer
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Trunk(nn.Module):
         h = run(levels, self.middle_1, embedding, h)
         h = run(levels, self.middle_2, embedding, self.attention(h))
         for level in reversed(range(levels)):
-            entry = self.to_boxes[-level - 1] if level < levels - 1 else None
+            entry = self.upsamples[-level - 1] if level < levels - 1 else None
             for _ in range(self.per_level + 1):
                 h, entry = run(level + 1, next(up_blocks), embedding, h, skips.pop(), entry=entry), None
         return h
@@ -183,12 +183,12 @@ class UNet(nn.Module):
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
         self.embed = TimestepEmbedding(4 * first)
-        self.from_boxes = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
+        self.patch_embed = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
         self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = ResidualBlock(full, full, 4 * first)
-            self.to_boxes = Upsample(first, full, config.stem_stride)
+            self.upsample = Upsample(first, full, config.stem_stride)
             self.full_up = ResidualBlock(full, full, 4 * first)
         self.norm_out = NormSiLU(full or first)
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
@@ -212,11 +212,11 @@ class UNet(nn.Module):
         stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
         recompute = self.execution.recompute_norm
         if not self.config.full_res_channels:
-            h = self.trunk(self.from_boxes(space_to_depth(x, stride)), embedding)
+            h = self.trunk(self.patch_embed(space_to_depth(x, stride)), embedding)
             return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
         fine = run(0, self.full_down, embedding, x, entry=self.full_in)
-        h = self.trunk(self.from_boxes(space_to_depth(fine, stride)), embedding)
-        fine = run(0, self.full_up, embedding, h, fine, entry=self.to_boxes, added=True)
+        h = self.trunk(self.patch_embed(space_to_depth(fine, stride)), embedding)
+        fine = run(0, self.full_up, embedding, h, fine, entry=self.upsample, added=True)
         return call(self.norm_out, fine, self.conv_out, recompute).float()
 
     def _in_memory_format_of_weights(self, x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ _HOW = (
     "Generated patches are compared with held-out ones, which training never saw. The floor is the same comparison "
     "with training patches instead of generated ones: a perfect model reaches it. Real patches are mirrored and "
     "rotated as in training. p: probability that some metric of a table is as far off if patches are swapped at "
-    "random (overlapping ones together). A metric is beyond the floor if p is below 5 %. Metrics that cannot be "
+    "random (overlapping ones together). A metric differs from real if p is below 5 %. Metrics that cannot be "
     "measured are unknown. Distances: Wasserstein between histograms of model values; dB between power spectra; "
     "between two-point correlations; for copies, the difference of the shares."
 )
@@ -134,7 +134,7 @@ def evaluation_page(
         name=f"{name}: evaluation",
         directory=directory,
         headline=verdict(comparison),
-        tone="bad" if any(metric.beyond for metric in comparison.metrics) else "good",
+        tone="bad" if any(metric.differs for metric in comparison.metrics) else "good",
         facts=facts,
         highlights=("step", "held out", "patch"),
         bars=_bars(comparison.metrics),
@@ -180,16 +180,16 @@ def _montage(
 def verdict(comparison: Comparison) -> str:
     """The result in one or two sentences: how many metrics fail and which, and whether training voxels are repeated."""
     metrics = comparison.metrics
-    failed, unknown = ([m.name.partition(",")[0] for m in metrics if m.beyond is beyond] for beyond in (True, None))
+    failed, unknown = ([m.name.partition(",")[0] for m in metrics if m.differs is differs] for differs in (True, None))
     found = f"Generated patches pass all {len(metrics) - len(unknown)} metrics"
     if failed:
         found = f"Generated patches fail {len(failed)} of {len(metrics)} metrics: {', '.join(failed)}"
     found += f" (unknown: {', '.join(unknown)})." if unknown else "."
     copies = next(metric for metric in metrics if metric.key == COPIES)
-    if copies.beyond:
+    if copies.differs:
         shares = "{generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance)"
         return f"{found} Memorized: {shares.format(**copies.values)}."
-    if copies.beyond is None:
+    if copies.differs is None:
         return f"{found} Whether training voxels are memorized is unknown: too few patches have texture."
     return f"{found} No sign of memorized training voxels in the searched part."
 
@@ -198,8 +198,8 @@ def _bars(metrics: Sequence[Metric]) -> Bars:
     bars = []
     for metric in metrics:
         ratio = abs(metric.distance / metric.floor) if metric.floor else math.nan
-        if metric.beyond is not None and math.isfinite(ratio):
-            sign, colour = (FAIL, COLOURS["data wait"]) if metric.beyond else (PASS, COLOURS["best"])
+        if metric.differs is not None and math.isfinite(ratio):
+            sign, colour = (FAIL, COLOURS["data wait"]) if metric.differs else (PASS, COLOURS["best"])
             bars.append(Bar(metric.name, ratio, f"{sign}{ratio:.2g}x", colour))
     note = "1x: as far from held-out patches as training patches are.  ✗: farther than chance allows."
     return Bars("Distance from held-out patches, relative to training patches", tuple(bars), note, limit=1.0)
@@ -209,7 +209,7 @@ def metric_table(metrics: Sequence[Metric]) -> Table:
     rows = [
         (
             m.name,
-            {True: FAIL, False: PASS, None: "? "}[m.beyond] + m.reading + (m.note and f"; {m.note}"),
+            {True: FAIL, False: PASS, None: "? "}[m.differs] + m.reading + (m.note and f"; {m.note}"),
             *(_number(m.values[of]) if of in m.values else "" for of in _NAMES),
             _number(m.distance),
             "" if m.floor is None else _number(m.floor),
@@ -224,7 +224,7 @@ def metric_table(metrics: Sequence[Metric]) -> Table:
 def plain(comparison: Comparison) -> dict[str, Any]:
     """Return all metrics as plain JSON; non-finite values are null."""
     metrics = {
-        metric.key: asdict(metric) | {"beyond": metric.beyond, "reading": metric.reading}
+        metric.key: asdict(metric) | {"differs": metric.differs, "reading": metric.reading}
         for metric in comparison.metrics
     }
     found: dict[str, Any] = replace_nonfinite({"verdict": verdict(comparison), "figures": metrics})

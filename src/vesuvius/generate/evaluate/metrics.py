@@ -1,8 +1,8 @@
 """Sets of patches -> metrics, each with its floor: the same metric with training patches instead of generated ones.
 
-A model that has learned the distribution perfectly reaches the floor.  A permutation test decides whether a metric is
-beyond it: how often is it as far if patches are swapped at random?  Patches that share voxels are swapped together.  A
-metric that cannot be measured is NaN, with the reading "unknown".  Pure.
+A model that has learned the distribution perfectly reaches the floor.  A permutation test decides whether a metric
+differs from real: how often is it as far if patches are swapped at random?  Patches that share voxels are swapped
+together.  A metric that cannot be measured is NaN, with the reading "unknown".  Pure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 Voxels = NDArray[np.float32]
 
 LEVEL = 0.05
-"""Significance level: how often some texture metric of a perfect model is called beyond the floor."""
+"""Significance level: how often some texture metric of a perfect model is said to differ."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, roughly, to learn their defects
@@ -80,17 +80,13 @@ class Metric:
     note: str = ""
 
     @property
-    def beyond(self) -> bool | None:
+    def differs(self) -> bool | None:
         """Whether the distance is significant; None = unknown."""
         return None if math.isnan(self.p) else self.p < LEVEL
 
     @property
     def reading(self) -> str:
-        if self.beyond is None:
-            return "unknown"
-        if self.floor is None:
-            return "unlike held out" if self.beyond else "as held out"
-        return "beyond the floor" if self.beyond else "at the floor"
+        return {None: "unknown", True: "differs from real", False: "does not differ from real"}[self.differs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +107,11 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
     held_out = real.held_out
     sets = {"generated": generated, "held_out": held_out, "training": real.training}
     # samples with held-out conditions are compared with the held-out patches
-    taught, unseen = (real.sides[0], held_out) if generated.is_conditional else real.sides
+    train_real, test_real = (real.sides[0], held_out) if generated.is_conditional else real.sides
     # One thread per core with its own small tensors is twice as fast as torch's threads.
     with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compared = unseen, taught, generated
+            compared = test_real, train_real, generated
             train = partial(two_sample_scores, steps=classifier_steps)
             auc = pool.submit(classifier_auc, *compared, [each.values for each in compared], train)
             nearest = [

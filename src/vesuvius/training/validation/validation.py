@@ -1,6 +1,6 @@
 """Fixed patches, and the validation error per noise level and set of weights: does the run learn?
 
-The headline is the error of x_0 relative to the best linear denoiser (the Wiener filter fitted to training patches), as
+The headline is the error of x_0 relative to the stationary Wiener filter (fitted to training patches), as
 the geometric mean over noise levels.  Below 1 the network has learned more than the spectrum; all levels count equally,
 so it reflects large structures as well as fine grain.
 
@@ -103,11 +103,11 @@ class Losses:
 
     loss: float  # training loss over all patches and bins
     bins: tuple[float, ...]  # the same in each bin
-    relative_bins: tuple[float, ...]  # squared error of x_0 relative to the best linear denoiser, per bin
+    relative_bins: tuple[float, ...]  # squared error of x_0 relative to the stationary Wiener filter, per bin
 
     @property
     def relative_error(self) -> float:
-        """Geometric mean of `relative_bins`; NaN if the linear denoiser makes no error, as for constant patches."""
+        """Geometric mean of `relative_bins`; NaN if the Wiener filter makes no error, as for constant patches."""
         with np.errstate(divide="ignore"):
             mean = float(np.exp(np.mean(np.log(self.relative_bins))))
         return mean if np.isfinite(self.relative_bins).all() else math.nan
@@ -177,7 +177,7 @@ def validate(
 
     Args:
         schedule: on the device of the reference's conditioner.
-        spectrum: of training patches; determines the best linear denoiser.
+        spectrum: of training patches; determines the stationary Wiener filter.
         denoisers: by set of weights; includes `BEST_BY_WEIGHTS`.
         stop: polled before each batch; None is returned if it becomes true on any rank.
         ranks: share the batches; all call this and get the same result, bit-identical to one rank's.
@@ -201,7 +201,7 @@ def validate(
         eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
         t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), device)
         x_t = schedule.q_sample(x_0, eps, t)
-        losses, errors = [], [_squared_error(schedule.linear_x_0(spectrum, x_t, t), x_0)]
+        losses, errors = [], [_squared_error(schedule.wiener_x_0(spectrum, x_t, t), x_0)]
         for denoise in denoisers.values():
             prediction = denoise(x_t, t, condition)
             losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
