@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from tests.support.runs import steps_of, vesuvius_train
-from vesuvius.commands import init, sample
+from vesuvius.commands import first_config, init, sample
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
-from vesuvius.training.forecast import first_config, micro_batch
+from vesuvius.training.forecast import micro_batch
 from vesuvius.training.forecast.preflight import preflight
 from vesuvius.volume_tools.phantom import write_phantom
 
@@ -35,7 +35,7 @@ def written(volume: object, *arguments: str) -> Config:
 
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the memory plans, which take seconds; tests/training/forecast has them, and a long test here."""
+    """Without the memory plans, which take seconds; tests/training has them, and a long test here."""
     nothing = SimpleNamespace(ram_bytes=0, vram_bytes=0, flops_per_step=1)
     monkeypatch.setattr(micro_batch, "plan_memory", lambda config, amp: nothing)
     monkeypatch.setattr(first_config, "_fits", lambda config, data: False)

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"
     _check_new(name, out)
-    from vesuvius.training.forecast.first_config import first_config  # imports torch
+    from vesuvius.commands.first_config import first_config  # imports torch
 
     spec = ArrayConfig(path=args.volume, level=args.level or 0, select=args.select)
     text, words = first_config(name, spec, level_given=args.level is not None)

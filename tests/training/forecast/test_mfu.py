@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vesuvius.config import Config
 from vesuvius.training.forecast import memory_plan as mfu
+from vesuvius.training.forecast.start_log import convolution_flops_s
 from vesuvius.training.ranks.share import rank_share
 
 
@@ -87,3 +89,20 @@ def test_an_untraceable_step_costs_the_mfu_but_not_the_run(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     assert mfu.seconds_at_peak(small(amp="bf16"), torch.device("cuda"), rank_share(small(), 0, 1)) is None
     assert "an operator without a fake" in caplog.text
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_convolution_is_timed_in_the_layout_and_dtype_of_the_run_and_more_than_once(channels_last: bool) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() == "aten::convolution":
+                layouts = [each.is_contiguous(memory_format=torch.channels_last_3d) for each in args[:2]]
+                seen.append((all(layouts), args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():
+        assert convolution_flops_s(torch.device("cpu"), "bf16", channels_last) > 0
+    assert set(seen) == {(channels_last, torch.bfloat16)}
+    assert len(seen) >= 4

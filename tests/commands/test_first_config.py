@@ -13,38 +13,19 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from vesuvius.commands import first_config as module
+from vesuvius.commands.first_config import LEAST_WIDTH_UM, PRESETS, choose_level, fit_patch
 from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Triple, VolumeConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast import first_config as module
 from vesuvius.training.forecast import micro_batch
-from vesuvius.training.forecast.first_config import LEAST_WIDTH_UM, PRESETS, choose_level, fit_patch
-from vesuvius.training.forecast.start_log import convolution_flops_s
 from vesuvius.volume_tools.info import IntensityStats, LevelFacts, Occupancy, VolumeFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FULL: Triple = (72, 136, 136)
 SCROLL: Triple = (14000, 8000, 8000)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_the_convolution_is_timed_in_the_layout_and_dtype_of_the_run_and_more_than_once(channels_last: bool) -> None:
-    seen: list[tuple[bool, torch.dtype]] = []
-
-    class Recorded(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.name() == "aten::convolution":
-                layouts = [each.is_contiguous(memory_format=torch.channels_last_3d) for each in args[:2]]
-                seen.append((all(layouts), args[0].dtype))
-            return func(*args, **(kwargs or {}))
-
-    with Recorded():
-        assert convolution_flops_s(CPU, "bf16", channels_last) > 0
-    assert set(seen) == {(channels_last, torch.bfloat16)}
-    assert len(seen) >= 4
 
 
 def volume(
@@ -89,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("gib", "flops_s", "number", "micro"),
-    [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 3, 1)],
+    [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 2, 1)],
 )
 def test_a_gpu_gets_the_largest_preset_that_fits_and_is_fast_enough(
     machine: SimpleNamespace, gib: float, flops_s: float, number: int, micro: int
@@ -97,7 +78,7 @@ def test_a_gpu_gets_the_largest_preset_that_fits_and_is_fast_enough(
     machine.gib, machine.flops_s = gib, flops_s
     preset, batch, step_s = module._choose_preset(SCROLL, GPU)
     assert (preset, batch) == (PRESETS["cuda"][number], micro)
-    assert step_s <= 4 or number == 3
+    assert step_s <= 4 or number == 2
 
 
 def test_a_cpu_gets_a_preset_whose_step_takes_two_seconds_and_a_run_of_half_an_hour(machine: SimpleNamespace) -> None:

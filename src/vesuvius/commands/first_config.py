@@ -1,4 +1,4 @@
-"""First config for a volume on this machine: the largest preset that fits memory and half an hour.  Does I/O."""
+"""First config for a volume on this machine: the largest preset that fits memory and half an hour."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ PRESETS = {
     "cuda": (
         Preset(_FULL, (128, 256, 512), 2, 8, 2e-4),
         Preset(_FULL, (64, 128, 256), 2, 8, 5e-4),
-        Preset(_FULL, (32, 64, 128), 1, 4, 1e-3),
         Preset((32, 64, 64), (32, 64, 128), 1, 4, 1e-3),
     ),
     "cpu": (
@@ -89,8 +88,7 @@ _OUTAGE_MINUTES = 0.5  # a mistyped address must fail soon
 def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tuple[str, list[str]]:
     """Return the text of a config, and a summary of findings and choices, one line each.
 
-    Args:
-        level_given: keep the level of `spec`; otherwise choose a coarser one if patches would show too little.
+    Unless `level_given`, a coarser level than that of `spec` is chosen if patches would show too little.
 
     Raises ConfigError: the volume is too small for any patch; DataError.
     """
@@ -197,7 +195,7 @@ def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
 
 
 def _width_um(level: LevelFacts, patch: Triple) -> float | None:
-    """Physical width of a patch: the shorter of y and x; None = voxel size unknown."""
+    """The shorter of y and x; None = voxel size unknown."""
     size_um = level.voxel_size_um
     return None if size_um is None else min(n * um for n, um in zip(patch[1:], size_um[1:], strict=True))
 
@@ -211,7 +209,7 @@ def _width_words(volume: VolumeFacts, patch: Triple) -> str:
 
 
 def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
-    """Shape (Z, Y, X) of the chosen level or of `level`."""
+    """Shape of the chosen level or of `level`."""
     z, y, x = ((level or volume.chosen).shape[axis] for axis in volume.zyx)
     return z, y, x
 
@@ -274,7 +272,6 @@ def _workers(config: Config, data: PreparedData, remote: bool) -> int:
 
 
 def _fits(config: Config, data: PreparedData) -> bool:
-    """Whether the run fits into memory and /dev/shm."""
     with suppress(ConfigError):
         check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
         return not plan_run(config, data).problems()
@@ -295,7 +292,6 @@ def _stored(volume: VolumeFacts) -> tuple[float, str]:
 
 
 def _text(config: Config, summary: dict[str, str], volume: VolumeFacts) -> str:
-    """The config as commented YAML."""
     level, others = volume.chosen, len(volume.levels) - 1
     reasons = {
         "name": f"the run directory is runs/{config.name}",
