@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import re
@@ -100,6 +101,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
+        gc.collect()
+        gc.freeze()  # otherwise each later collection walks over all imported modules, which takes a second
         fork_server.start_server()
 
 

@@ -84,7 +84,7 @@ def test_the_config_keys_in_pages_exist_and_their_shell_scripts_can_be_parsed() 
     sections = "|".join({name.partition(".")[0] for name in keys if "." in name})
     for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]:
         text = page.read_text()
-        named = set(re.findall(rf"(?<![\w./])((?:{sections})\.(?!md)[a-z_0-9.]*[a-z0-9])(?![\w/*(])", text))
+        named = set(re.findall(rf"`((?:{sections})\.(?!py|safetensors|augment.turn`)[a-z_.]+)(?:=|`|: )", text))
         assert named <= known, page.name
         for block in map(Block._make, BLOCK.findall(text)):
             if block.language == "bash":
