@@ -330,6 +330,8 @@ def list_objects(volume: Volume) -> Bools:
                     f"{path} is a {'broken link' if path.is_symlink() else 'file'}, not a folder of chunks; mount the "
                     "disk that holds it, or restore it from its source"
                 )
+    if not occupancy.any():
+        volume.missing.check_keys((0, 0, 0))
     return occupancy
 
 

@@ -35,7 +35,7 @@ from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, Repla
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, contradictions, find_axes, space_of
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks, check_keys
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks
 from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
@@ -337,11 +337,11 @@ def open_volume(
     nan: Nan = "air",
     reopened: bool = False,
 ) -> Volume:
-    """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata and checks a few chunk keys.
+    """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata.
 
-    If another process has opened the volume before (`reopened`), keys are not checked, and a store that does not answer
-    is an outage; otherwise a store that has never answered is given up after a minute.  Raises DataError: there is
-    nothing, no zarr, no such level, no axes z, y, x, or an unsupported dtype.
+    If another process has opened the volume before (`reopened`), a store that does not answer is an outage; otherwise
+    it is given up after a minute.  Raises DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an
+    unsupported dtype.
     """
     spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=os.fspath(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
@@ -363,10 +363,7 @@ def open_volume(
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
             geometry = space.geometry(axes.zyx) if space else None
             _check_nan(nan, array, name)
-            volume = Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
-            if not reopened:
-                check_keys(name, volume.grid)
-            return volume
+            return Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
     except BaseException:
         source.close()
         raise

@@ -131,13 +131,13 @@ class Source:
         if self._cache is not None:
             self._cache.drop(self._entry(key, byte_range))
 
-    def exists(self, key: str, probing: bool = False) -> bool:
-        """Whether an object exists.  `probing` and errors as in `get`."""
-        return self._retried(key, lambda: [self._store.stamp(key)], probing) is not None
+    def exists(self, key: str) -> bool:
+        """Whether an object exists.  Raises as `get`."""
+        return self._retried(key, lambda: [self._store.stamp(key)]) is not None
 
-    def absent(self, keys: list[str], probing: bool = False) -> list[str]:
-        """The keys without an object, checked concurrently.  `probing` and errors as in `get`."""
-        found = [self.start(self.exists, key, probing) for key in keys]
+    def absent(self, keys: list[str]) -> list[str]:
+        """The keys without an object, checked concurrently.  Raises as `get`."""
+        found = [self.start(self.exists, key) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
     def list_keys(self, prefix: str) -> Iterator[str]:
