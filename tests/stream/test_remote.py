@@ -210,10 +210,10 @@ def test_corrupt_chunks_are_fetched_again_and_leave_the_cache(server: ChunkServe
     expected = textured(SHAPE)[tuple(slice(*pair) for pair in zip(*box, strict=True))]
     np.testing.assert_array_equal(volume.read(box), expected)
     chunks = 8 if what == "shard" else 1  # of a shard that was read whole each chunk is fetched again
-    assert (volume.source.figures.retries, server.stats()["faults"]["corrupt"]) == (chunks, 1)
+    assert (volume.source.stats.retries, server.stats()["faults"]["corrupt"]) == (chunks, 1)
     again = open_volume(spec, store)
     np.testing.assert_array_equal(again.read(box), expected)
-    assert again.source.figures.retries == 0
+    assert again.source.stats.retries == 0
 
 
 def test_volumes_with_different_metadata_at_one_address_are_not_mixed(server: ChunkServer, tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_an_index_is_read_once_and_again_after_forget(tmp_path: Path) -> None:
     grid = grid_of(write_sharded(tmp_path / "v.zarr"))
     for _ in range(3):
         grid.shard_index("c/0/0/0")
-    assert grid.source.figures.requests == 1
+    assert grid.source.stats.requests == 1
     grid.forget(CORNER)
     grid.shard_index("c/0/0/0")
-    assert grid.source.figures.requests == 2
+    assert grid.source.stats.requests == 2

@@ -104,7 +104,7 @@ def test_metadata_that_are_briefly_unavailable_are_an_outage(server: ChunkServer
     volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(outage_minutes=1))
     server.set_faults([{"path": ".zarray", "kind": "status", "times": 20}])
     assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
-    assert volume.source.figures.retries == 20
+    assert volume.source.stats.retries == 20
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])

@@ -45,7 +45,7 @@ def test_an_outage_is_retried_until_it_ends(
     source = source_at(address, StoreConfig(outage_minutes=1))
     with caplog.at_level(logging.INFO):
         assert source.get("data") == DATA
-    assert source.figures.retries == 40
+    assert source.stats.retries == 40
     assert source.outage is None
     assert not caplog.records, "a blip is not worth a line"
 
@@ -74,7 +74,7 @@ def test_an_outage_is_visible_while_it_lasts(server: ChunkServer, address: str) 
     source = source_at(address, PATIENT)
     before = time.time()
     reads = [source.submit("data") for _ in range(3)]
-    while source.figures.retries < 6:
+    while source.stats.retries < 6:
         time.sleep(0.01)
     first = source.outage
     assert first is not None
@@ -181,7 +181,7 @@ def test_an_unavailable_mount_is_an_outage(tmp_path: Path, monkeypatch: pytest.M
     source = source_at(str(tmp_path), PATIENT)
     mount = Flaky(monkeypatch, number)
     read = source.submit("data")
-    while source.figures.retries < 3:
+    while source.stats.retries < 3:
         time.sleep(0.01)
     assert source.outage is not None
     mount.away = False

@@ -73,7 +73,7 @@ class CopyStats:
 def copy_box(
     request: CopyRequest,
     store: StoreConfig = StoreConfig(),
-    on_progress: Callable[[CopyStats], None] = lambda figures: None,
+    on_progress: Callable[[CopyStats], None] = lambda stats: None,
 ) -> CopyStats:
     """Copy a box, or resume a copy; a finished copy is left unchanged.
 
@@ -87,11 +87,11 @@ def copy_box(
     try:
         box = _checked_box(request, volume)
         plan = Pyramid(shape_of(box), volume.chunk_zyx, request.levels, volume.dtype.itemsize)
-        figures = CopyStats(box, plan.chunk_count)
+        stats = CopyStats(box, plan.chunk_count)
         record = _record(request, box, volume)
         if is_finished(request.out, record):
-            figures.before = figures.chunks
-            return figures
+            stats.before = stats.chunks
+            return stats
         cache_bytes = _cache_bytes(volume, box)
         about = request.out, record, plan, volume.dtype, volume.fill_value
         with open_partial(*about, labels=request.labels) as target:
@@ -99,32 +99,32 @@ def copy_box(
                 volume.close()
                 cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached), nan="keep")
-            _fill(target, volume, figures, on_progress, started)
+            _fill(target, volume, stats, on_progress, started)
             target.publish(_multiscale_of(volume, plan, box, request.out))
     finally:
         volume.close()
-    return figures
+    return stats
 
 
 def _fill(
     target: PartialCopy,
     volume: Volume,
-    figures: CopyStats,
+    stats: CopyStats,
     on_progress: Callable[[CopyStats], None],
     started: float,
 ) -> None:
     """Write all levels and count chunks."""
-    corner = figures.source_box[0]
-    figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(target.plan.levels))
+    corner = stats.source_box[0]
+    stats.before = stats.chunks - sum(len(target.missing(level)) for level in range(target.plan.levels))
 
     def report() -> None:
-        figures.seconds = time.monotonic() - started
+        stats.seconds = time.monotonic() - started
         if volume.source.remote:
-            figures.fetched_bytes = volume.source.figures.bytes_fetched
-        on_progress(figures)
+            stats.fetched_bytes = volume.source.stats.bytes_fetched
+        on_progress(stats)
 
     def count(size: int) -> None:
-        figures.count(size)
+        stats.count(size)
         report()
 
     def stage(boxes: Sequence[Box], number: int) -> None:
@@ -136,18 +136,18 @@ def _fill(
             voxels = volume.read(shifted(box, corner))
         except UnreadableChunkError as error:
             log.warning("skipping chunk %s, which cannot be read: %s", list(error.chunk), error.cause)
-            figures.failures.append(error)
+            stats.failures.append(error)
             report()
             return None
-        figures.voxel_bytes += voxels.nbytes
+        stats.voxel_bytes += voxels.nbytes
         return voxels
 
     problem = ""
     try:
         target.fill(0, read, count, stage)
-        if figures.failures:
-            first = figures.failures[0]
-            more = f" (and {len(figures.failures) - 1} more chunks)" if len(figures.failures) > 1 else ""
+        if stats.failures:
+            first = stats.failures[0]
+            more = f" (and {len(stats.failures) - 1} more chunks)" if len(stats.failures) > 1 else ""
             problem = (
                 f"Cannot read chunk {list(first.chunk)} of {first.volume}: {first.cause}{more}; restore it from its "
                 "source and run the same command again"
@@ -155,7 +155,7 @@ def _fill(
     except OutageError as error:
         problem = str(error)
     if problem:
-        raise DataError(f"{problem}; {figures.done} of {figures.chunks} chunks are finished and kept in {target.path}")
+        raise DataError(f"{problem}; {stats.done} of {stats.chunks} chunks are finished and kept in {target.path}")
     target.fill_coarser(count)
 
 

@@ -51,7 +51,7 @@ class ImportRequest:
 
 
 def import_volume(
-    request: ImportRequest, on_progress: Callable[[CopyStats, str], None] = lambda figures, doing: None
+    request: ImportRequest, on_progress: Callable[[CopyStats, str], None] = lambda stats, doing: None
 ) -> tuple[Stored, CopyStats]:
     """Import a scan, or resume an import; a finished import is left unchanged.  Returns the scan and a report.
 
@@ -69,20 +69,20 @@ def import_volume(
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
     plan = Pyramid(shape, chunk, levels, source.dtype.itemsize, _PER_SHARD)
-    figures = CopyStats(box_at((0, 0, 0), shape), plan.chunk_count)
+    stats = CopyStats(box_at((0, 0, 0), shape), plan.chunk_count)
     record = _record(request, source)
     if is_finished(request.out, record, IMPORT):
-        figures.before = figures.chunks
-        return source, figures
+        stats.before = stats.chunks
+        return source, stats
 
     def count(size: int) -> None:
-        figures.count(size)
-        figures.seconds = time.monotonic() - started
-        on_progress(figures, "")
+        stats.count(size)
+        stats.seconds = time.monotonic() - started
+        on_progress(stats, "")
 
     with open_partial(request.out, record, plan, source.dtype, 0, IMPORT, request.labels) as target:
-        figures.before = figures.chunks - sum(len(target.missing(level)) for level in range(levels))
-        with _by_layers(source, target, figures, on_progress) as read:
+        stats.before = stats.chunks - sum(len(target.missing(level)) for level in range(levels))
+        with _by_layers(source, target, stats, on_progress) as read:
             target.fill(0, read, count)
         source.finish()
         if _record(request, source) != record:
@@ -90,7 +90,7 @@ def import_volume(
         target.fill_coarser(count)
         corner = geometry.translation_zyx if geometry.translated else None
         target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx, corner))
-    return source, figures
+    return source, stats
 
 
 def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _record(request: ImportRequest, source: Stored) -> dict[str, Any]:
 
 @contextmanager
 def _by_layers(
-    source: Stored, target: PartialCopy, figures: CopyStats, on_progress: Callable[[CopyStats, str], None]
+    source: Stored, target: PartialCopy, stats: CopyStats, on_progress: Callable[[CopyStats, str], None]
 ) -> Iterator[Callable[[Box], NDArray[Any]]]:
     """A function that reads boxes of the source, decoding one layer at a time to a temporary file."""
     shape, unit = triple(source.shape), triple(source.unit)
@@ -128,13 +128,13 @@ def _by_layers(
             units = list(itertools.product(*chunk_ranges(layer, unit)))
             for index in reversed(units) if source.backwards else units:
                 part = intersection(chunk_box(index, unit, shape), layer)
-                on_progress(figures, f"decoding slice {part[0][0]} of {depth}")
+                on_progress(stats, f"decoding slice {part[0][0]} of {depth}")
                 (top, *_), (bottom, *_), voxels = *part, source.get(slices(part))
                 for z in range(top, bottom, deep):
                     each = voxels[z - top : z - top + deep]
                     slices_at(z, len(each))[:, *slices(part)[1:]] = each
         voxels = np.stack([slices_at(z)[0][slices(box)[1:]].copy() for z in range(first, last)])
-        figures.voxel_bytes += voxels.nbytes
+        stats.voxel_bytes += voxels.nbytes
         return voxels
 
     with file:

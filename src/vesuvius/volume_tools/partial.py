@@ -70,7 +70,7 @@ class PartialCopy:
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
     kind: str
-    halved: Callable[[NDArray[Any]], NDArray[Any]] = downsample_mean  # downsamples a level to the next
+    downsample: Callable[[NDArray[Any]], NDArray[Any]] = downsample_mean  # downsamples a level to the next
 
     @property
     def path(self) -> Path:
@@ -98,7 +98,7 @@ class PartialCopy:
         `read` returns the voxels of a box, None to skip the chunk.  `on_chunk` is called with the stored bytes of each
         finished chunk (0 = air), `ahead` before each read with all boxes and the position of the next one.
         """
-        if level == 0 and self.plan.levels > 1 and self.halved is downsample_mean and self.kind in (COPY, IMPORT):
+        if level == 0 and self.plan.levels > 1 and self.downsample is downsample_mean and self.kind in (COPY, IMPORT):
             read = _hinting(read)
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
@@ -151,7 +151,7 @@ class PartialCopy:
         voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
         for index in product(*chunk_ranges(box, half)):
             part = intersection(chunk_box(index, half, box[1]), box)
-            voxels[slices(part, box[0])] = self.halved(np.asarray(finer[slices(upsample2(part))]))
+            voxels[slices(part, box[0])] = self.downsample(np.asarray(finer[slices(upsample2(part))]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:

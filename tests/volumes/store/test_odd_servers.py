@@ -86,7 +86,7 @@ def test_a_server_without_suffix_ranges_is_read_and_is_not_an_outage(
             np.testing.assert_array_equal(volume.read(BOX), textured(SHAPE)[:32])
             volume.grid.forget(BOX)
         volume.close()
-    assert volume.source.figures.retries == 0
+    assert volume.source.stats.retries == 0
 
 
 def test_a_missing_server_feature_is_remembered_and_logged_once(
@@ -135,7 +135,7 @@ def test_an_invalid_answer_is_reported_with_its_address_after_two_tries(kind: st
         ) as no:
             source.get("data", byte_range)
         assert "\n" not in str(no.value)
-        assert source.figures.requests <= 2
+        assert source.stats.requests <= 2
         assert source.outage is None
 
 
@@ -205,7 +205,7 @@ def test_an_interrupted_listing_continues_without_gaps_or_duplicates(
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         source = Source("s3://bucket/v", StoreConfig(anonymous=True))
         assert list(source.list_keys("")) == [f"{number:02}" for number in range(17)]
-    assert source.figures.retries == 4
+    assert source.stats.retries == 4
     assert source.outage is None
 
 

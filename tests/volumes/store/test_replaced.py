@@ -58,7 +58,7 @@ def opened(address: str, cache: Path | None) -> Volume:
 def read(address: str, cache: Path, box: Any = WHOLE) -> tuple[Any, Any]:
     volume = opened(address, cache)
     try:
-        return volume.read(box), volume.source.figures
+        return volume.read(box), volume.source.stats
     finally:
         volume.close()
 
@@ -135,7 +135,7 @@ def test_etags_that_differ_per_server_are_not_damage(tmp_path: Path, headers: st
         volume = opened(f"{web}/v", None)
         for start in (0, 16) * 3:
             np.testing.assert_array_equal(volume.read(((start, 0, 0), (start + 16, 32, 16))), OLD[start:][:16, :, :16])
-        assert volume.source.figures.retries == 0
+        assert volume.source.stats.retries == 0
         volume.close()
 
 

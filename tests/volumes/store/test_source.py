@@ -58,8 +58,8 @@ def test_objects_and_ranges_are_read_and_absent_ones_are_none(source: Source) ->
     assert source.submit("a/data", ByteRange(0, 2)).result() == DATA[:2]
     assert source.exists("a/data")
     assert source.absent(["a/none", "a/data", "b"]) == ["a/none", "b"]
-    assert source.figures.retries == 0
-    assert source.figures.bytes_fetched == 1024 + 17 + 7 + 2
+    assert source.stats.retries == 0
+    assert source.stats.bytes_fetched == 1024 + 17 + 7 + 2
 
 
 @pytest.mark.parametrize("kind", ["reset", "truncate", "stall"])
@@ -68,8 +68,8 @@ def test_a_truncated_body_is_never_accepted(server: ChunkServer, tmp_path: Path,
     source = Source(server.url_of(tmp_path), FAST.model_copy(update={"timeout_s": 0.3}))
     server.set_faults([{"path": "data", "kind": kind, "times": 2}])
     assert source.get("data") == DATA * 1000
-    assert source.figures.retries == 2
-    assert source.figures.bytes_fetched == len(DATA) * 1000
+    assert source.stats.retries == 2
+    assert source.stats.bytes_fetched == len(DATA) * 1000
 
 
 def test_a_closed_source_neither_waits_nor_retries(
@@ -80,7 +80,7 @@ def test_a_closed_source_neither_waits_nor_retries(
     source = Source(server.url_of(tmp_path), StoreConfig(requests=1, outage_minutes=1000))
     server.set_faults([{"path": "data", "kind": "status"}])
     trying, waiting = source.submit("data"), source.submit("data")
-    while not source.figures.retries:
+    while not source.stats.retries:
         time.sleep(0.01)
     source.close()
     with pytest.raises(ClosedError):

@@ -124,17 +124,17 @@ def add_verify(commands: Commands) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    def tell(figures: VerifyStats) -> None:
-        found = f"{figures.chunks} chunks read, {len(figures.broken)} broken"
-        progress.update("objects", figures.done, figures.objects, found)
+    def tell(stats: VerifyStats) -> None:
+        found = f"{stats.chunks} chunks read, {len(stats.broken)} broken"
+        progress.update("objects", stats.done, stats.objects, found)
 
     try:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:
-            figures = verify_volume(source_of(arguments), store_of(arguments), arguments.threads, tell)
+            stats = verify_volume(source_of(arguments), store_of(arguments), arguments.threads, tell)
     except KeyboardInterrupt:
         log.warning("interrupted; run the same command again to continue")
         raise
-    print_facts(asdict(figures), arguments)
+    print_facts(asdict(stats), arguments)
     if not arguments.json:
-        say("restore the broken chunks from their source" if figures.broken else "all chunks are intact")
-    return EXIT_DATA if figures.broken else EXIT_OK
+        say("restore the broken chunks from their source" if stats.broken else "all chunks are intact")
+    return EXIT_DATA if stats.broken else EXIT_OK

@@ -91,15 +91,15 @@ def _copy(arguments: argparse.Namespace) -> int:
         labels=arguments.labels,
     )
 
-    def tell(figures: CopyStats) -> None:
-        failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
-        progress.update("chunks", figures.done, figures.chunks, failed + _speed(figures))
+    def tell(stats: CopyStats) -> None:
+        failed = f"{len(stats.failures)} FAILED, " if stats.failures else ""
+        progress.update("chunks", stats.done, stats.chunks, failed + _speed(stats))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("copying") as progress:
-        figures = copy_box(request, store_of(arguments), tell)
-    there = figures.before == figures.chunks
+        stats = copy_box(request, store_of(arguments), tell)
+    there = stats.before == stats.chunks
     told = {"out": f"{request.out}, {'is complete' if there else 'from ' + arguments.path}"}
-    print_facts(told | vars(figures) | {"failures": len(figures.failures)}, arguments)
+    print_facts(told | vars(stats) | {"failures": len(stats.failures)}, arguments)
     return EXIT_OK
 
 
@@ -165,19 +165,19 @@ def _dtype(text: str) -> np.dtype[Any]:
 def _import(arguments: argparse.Namespace) -> int:
     request = ImportRequest(*(getattr(arguments, field.name) for field in fields(ImportRequest)))
 
-    def tell(figures: CopyStats, doing: str) -> None:
-        progress.update("chunks", figures.done, figures.chunks, doing or _speed(figures))
+    def tell(stats: CopyStats, doing: str) -> None:
+        progress.update("chunks", stats.done, stats.chunks, doing or _speed(stats))
 
     with redirect_stdout(sys.stderr), _kept(arguments.out), Progress("importing") as progress:
-        source, figures = import_volume(request, tell)
-    there = "is complete" if figures.before == figures.chunks else f"from {arguments.source}"
-    facts = {"dtype": source.dtype.name, "voxel_size_um": source.geometry.voxel_size_um} | vars(figures)
+        source, stats = import_volume(request, tell)
+    there = "is complete" if stats.before == stats.chunks else f"from {arguments.source}"
+    facts = {"dtype": source.dtype.name, "voxel_size_um": source.geometry.voxel_size_um} | vars(stats)
     print_facts({"out": f"{request.out}, {there}"} | facts | {"failures": 0}, arguments)
     return EXIT_OK
 
 
-def _speed(figures: CopyStats) -> str:
-    return f"{format_rate(figures.voxel_bytes / max(figures.seconds, 1e-3))} of voxels"
+def _speed(stats: CopyStats) -> str:
+    return f"{format_rate(stats.voxel_bytes / max(stats.seconds, 1e-3))} of voxels"
 
 
 @contextmanager

@@ -277,7 +277,7 @@ class Reader:
 
     def _totals(self) -> ReaderTotals:
         """Totals so far."""
-        fetched = [volume.source.figures for volume in self._opened]
+        fetched = [volume.source.stats for volume in self._opened]
         waited_s = sum(volume.wait_s for volume in self._opened)
         return ReaderTotals(
             blocks=self._blocks,

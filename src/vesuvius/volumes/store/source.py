@@ -49,7 +49,7 @@ class Source:
         self.address = address = str(address)  # plain, as it gets into names, records and states
         self.config = config
         self.remote = is_remote(address)
-        self.figures = SourceStats()
+        self.stats = SourceStats()
         self.forbidden: str | None = None  # the answer to the last `probing` read that the store forbade
         self.display_address = display_address(address)  # for messages
         self._root = Path(address).absolute()  # meaningful for folders only
@@ -179,7 +179,7 @@ class Source:
     def count(self, **figures: int) -> None:
         with self._lock:
             for name, value in figures.items():
-                setattr(self.figures, name, getattr(self.figures, name) + value)
+                setattr(self.stats, name, getattr(self.stats, name) + value)
 
     def _entry(self, key: str, byte_range: ByteRange | None) -> str:
         part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
