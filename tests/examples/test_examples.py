@@ -39,6 +39,7 @@ def example(name: str, *needs: str) -> Any:
     return importlib.import_module(name)
 
 
+@pytest.mark.long
 def test_segmentation_learns_and_goes_on_as_if_it_had_not_stopped(
     scan: str, labels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +52,7 @@ def test_segmentation_learns_and_goes_on_as_if_it_had_not_stopped(
     assert first + segmentation.main(scan, labels, "parts.pt") == whole
 
 
+@pytest.mark.long
 def test_lightning_resumes_the_order(scan: str) -> None:
     module = example("lightning_module", "lightning")
     assert module.main(scan).seen == list(range(80))
@@ -64,6 +66,7 @@ def test_accelerate_saves_the_loader_with_the_rest(scan: str, tmp_path: Path) ->
     assert seen == [list(range(40)), list(range(40, 80))]
 
 
+@pytest.mark.long
 def test_monai_takes_the_batches(scan: str, labels: str) -> None:
     losses = example("monai_network", "monai").main(scan, labels)
     assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])

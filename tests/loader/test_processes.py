@@ -314,6 +314,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_each_process_of_mp_spawn_reads_its_share(volume: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SPAWNED)
     command = [sys.executable, str(tmp_path / "program.py"), str(volume), str(tmp_path)]

@@ -73,6 +73,7 @@ def _rank(rank: int, path: str, address: str, results: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_the_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
     """The inode of the mapped memory is the same, and each rank gets its own batches."""
     path = write_array(tmp_path / "v.zarr", textured((32, 48, 48)))

@@ -32,7 +32,7 @@ def another_run(folder: Path, of: Path) -> dict[Path, bytes]:
     return tree(folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_moved_run_saves_where_it_is_now_and_leaves_its_successor_alone(
     tiny_config: WriteConfig, tmp_path: Path, ranks: int
 ) -> None:

@@ -229,6 +229,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.long
 def test_nodes_with_equal_host_names_are_told_apart(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EQUAL_HOST_NAMES, str(tmp_path)]
     patient = os.environ | {"RAY_raylet_start_wait_time_s": "150"}

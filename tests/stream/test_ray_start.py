@@ -188,6 +188,7 @@ for session in (small, equal, large, large):
 """
 
 
+@pytest.mark.long
 def test_a_second_stream_says_if_the_ray_it_shares_is_too_small() -> None:
     """Ray itself silently runs fewer readers."""
     ended = fork_server.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=180)

@@ -131,8 +131,8 @@ def test_a_run_tests_the_micro_batch_of_its_ranks() -> None:
         assert {shape[0] for shape, *_ in recorded.backward} == {4 // world, 1}, "float32: patch by patch"
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("batch", [1, 2, 6])
+@pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)])
 def test_the_test_needs_less_memory_than_planned_and_than_the_step(batch: int, channels_last: bool) -> None:
     """A program that computes the float32 reference of all patches together, or plans the step alone, fails."""
     config = tiny(full_res_channels=8, channels=[16, 32]).with_training(channels_last=channels_last, amp="bf16")

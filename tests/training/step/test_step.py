@@ -53,6 +53,7 @@ def make_config(conditional: bool = False, condition_dropout: float = 0.1, **tra
     )
 
 
+@pytest.mark.long
 def test_ddp_splits_no_compiled_block() -> None:
     """torch's DDPOptimizer does, at the bounds of buckets of a MiB, which the kernels of these blocks exceed."""
     config = make_config(train_batch_size=1)
