@@ -94,6 +94,22 @@ def test_regions_staged_together_fetch_shared_chunks_once(server: ChunkServer, t
     assert server.asked_for(path)["0/0/0"] == 2, "bytes are held no longer than regions wait for them"
 
 
+def test_a_region_whose_staging_is_slow_still_shares_the_chunks_of_one_read_before(
+    server: ChunkServer, tmp_path: Path
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
+    volume = open_volume(VolumeConfig(path=server.url_of(path)))
+    server.reset()
+    server.set_faults([{"path": "c/0/0/1", "kind": "delay", "delay_s": 0.5}])
+    boxes = [((0, 0, x), (32, 32, x + 64)) for x in (0, 32)]
+    for box in boxes:
+        volume.stage(box)
+    for box in boxes:
+        volume.read(box)
+    assert server.asked_for(path)["c/0/0/0"] == 2, "one request for each chunk"
+    volume.close()
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "unavailable": {"path": ".", "kind": "status", "status": 503, "every": 2},
     "reset": {"path": ".", "kind": "reset", "every": 3},

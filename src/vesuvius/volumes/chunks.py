@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any
 
@@ -295,11 +295,11 @@ class Staging:
         if box not in self._stagings:
             self._stagings[box] = self._stager.submit(self._stage, box)
 
-    def wait_for(self, box: Box) -> list[Request]:
-        """Wait until all requests of a staged box have started, and return them; none if that failed, in which case
-        the read raises the error."""
-        staging = self._stagings.get(box)
-        return staging.result() if staging is not None and staging.exception() is None else []
+    def wait_for(self, box: Box) -> None:
+        """Wait until all requests of a staged box have started, or that failed: the read raises the error."""
+        if staging := self._stagings.get(box):
+            with suppress(CancelledError):
+                staging.exception()
 
     def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         """As `Source.get`; waits for a staged request.  Raises CancelledError if another thread closes the source."""
@@ -308,16 +308,9 @@ class Staging:
         return self._grid.source.get(key, byte_range) if future is None else future.result()
 
     def release(self, box: Box) -> None:
-        """Free the bytes of a staged box, except those that other boxes need; call it after the read."""
-        requests = self.wait_for(box)
-        self._stagings.pop(box, None)
-        with self._lock:
-            for request in requests:
-                future, uses = self._staged.pop(request)
-                if uses > 1:
-                    self._staged[request] = (future, uses - 1)
-                else:
-                    future.cancel()
+        """Free the bytes of a staged box, except those that other staged boxes need; call it after the read."""
+        if staging := self._stagings.pop(box, None):
+            self._stager.submit(self._release, staging)  # after the boxes staged so far have counted their uses
 
     def unstage(self) -> None:
         for box in list(self._stagings):
@@ -330,3 +323,14 @@ class Staging:
                 future, uses = self._staged.get(request, (None, 0))
                 self._staged[request] = (future or self._grid.source.submit(*request), uses + 1)
         return requests
+
+    def _release(self, staging: Future[list[Request]]) -> None:
+        if staging.exception() is not None:
+            return
+        with self._lock:
+            for request in staging.result():
+                future, uses = self._staged.pop(request)
+                if uses > 1:
+                    self._staged[request] = (future, uses - 1)
+                else:
+                    future.cancel()
