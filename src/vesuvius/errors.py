@@ -83,8 +83,6 @@ class GpuMemoryError(VesuviusError):
 
 
 class NoRunError(VesuviusError):
-    """There is no such run or process."""
-
     exit_code = EXIT_NO_RUN
 
 

@@ -1,8 +1,6 @@
 """`python -m vesuvius.train`: the same as `vesuvius train`."""
 
-import sys
-
 from vesuvius.commands.train import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,9 @@ def test_a_block_is_longer_the_more_its_cycles_vary_and_four_times_as_long_at_mo
     assert length_of([9.0, 30.0] * 50) == 3, "more would take too long"
 
 
+PLAN: Any = SimpleNamespace(samples_per_task=8, regions_in_flight=4, patches_per_region=4)
+
+
 def step(number: int, **changed: Any) -> dict[str, Any]:
     usual = {"kind": "step", "time": 100.0 + number, "step_s": 0.5, "pause_s": 0.0, "gpu_s": 0.4, "backward_s": 0.2}
     usual |= {"comm_s": 0.05, "data_s": 0.1, "ram_used_bytes": 10, "vram_used_bytes": None}
@@ -67,7 +71,7 @@ def step(number: int, **changed: Any) -> dict[str, Any]:
 
 
 def steady_state(workers: int = 0) -> SteadyState:
-    return SteadyState(Warmup(3, 4), seconds=2.0, batch=4, workers=workers, task=8, region=4)
+    return SteadyState(Warmup(3, 4), PLAN, workers, batch=4, seconds=2.0)
 
 
 def test_warm_up_steps_and_pauses_are_not_counted() -> None:

@@ -46,7 +46,6 @@ def _parser() -> Parser:
         description="Compare the speed of settings, each in its own process and in rounds, so that drift of the "
         "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
         "runs/NAME/benches/.",
-        common=("config", "sweep", "compare", "ranks", "rounds"),
         examples=(
             "vesuvius bench --config configs/demo.yaml --sweep training.workers=0,1,2,4",
             "vesuvius bench --config configs/demo.yaml --compare training.compile=false,true",

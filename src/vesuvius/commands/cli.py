@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in {"-h", "--help", "--help-all"}:
+    if not arguments or arguments[0] in ("-h", "--help"):
         return _answer([_help()]) or (EXIT_OK if arguments else EXIT_CONFIG)
     if arguments[0] == "--version":
         return _answer([f"vesuvius {__version__}"])
@@ -190,26 +190,16 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command: `--help` lists the `common` options (or all), `--help-all` all; both end with examples."""
+    """Parser of a command, whose help ends with examples."""
 
-    def __init__(self, *, examples: Sequence[str], common: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(self, *, examples: Sequence[str], **options: Any) -> None:
         formatter = functools.partial(argparse.HelpFormatter, max_help_position=26)
         super().__init__(**options, formatter_class=formatter)
-        self._examples, self._common = examples, common
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
+        self._examples = examples
 
-    def format_help(self, *, full: bool = False) -> str:
-        """Return the help text; `full` includes the options that are not common."""
-        common = {"help", "help_all", *self._common} if self._common else {a.dest for a in self._actions} - {"help_all"}
-        options = [] if full else [action for action in self._actions if action.option_strings]
-        hidden = {action: action.help for action in options if action.dest not in common}
-        for action in hidden:
-            action.help = argparse.SUPPRESS
+    def format_help(self) -> str:
         self.usage = " ".join([self.prog, *self._required(), "[options]"])
-        text = super().format_help()
-        for action, meaning in hidden.items():
-            action.help = meaning
-        return f"{text}\nexamples:\n" + "".join(f"  {line}\n" for line in self._examples)
+        return f"{super().format_help()}\nexamples:\n" + "".join(f"  {line}\n" for line in self._examples)
 
     def _required(self) -> Iterator[str]:
         """Yield the required options, and the positional arguments."""
@@ -227,15 +217,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        assert isinstance(parser, Parser)
-        print(parser.format_help(full=True), end="")
-        parser.exit()
-
-
 def add_config(parser: Parser, *, required: bool = True) -> None:
-    """Add `--config FILE key.path=value ...`."""
     parser.add_argument(
         "--config", type=full_path, metavar="FILE", required=required, help="YAML file of the experiment"
     )
@@ -283,7 +265,6 @@ def triple(least: int, example: str) -> Callable[[str], tuple[int, int, int]]:
 
 
 def lengths(text: str) -> tuple[float, float, float]:
-    """Parse three numbers z,y,x above 0."""
     try:
         z, y, x = (positive_number(part.strip()) for part in text.split(","))
     except ValueError:
@@ -299,7 +280,6 @@ def positive_number(text: str) -> float:
 
 
 def number_from_0(text: str) -> float:
-    """Parse a number of at least 0."""
     try:
         number = float(text)
     except ValueError:

@@ -18,7 +18,6 @@ def main(argv: list[str]) -> int:
         description="Compare generated patches with held-out ones (and real with real, as the floor): intensities, "
         "spectrum, correlation, planarity, a classifier, memorization.  Writes evaluation.html, evaluation.json "
         "and montage.png.",
-        common=("count", "generated", "out", "seed"),
         examples=("vesuvius evaluate demo", "vesuvius evaluate demo --generated runs/demo/samples/generated.zarr"),
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
@@ -33,17 +32,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
     )
-    parser.add_argument(
+    more = parser.add_argument_group("more options")
+    more.add_argument(
         "--training-volume",
         type=natural,
         default=0,
         metavar="N",
         help="index of the training volume whose intensities the samples have (default: 0)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--classifier-steps", type=positive, default=200, help="training steps of each classifier (default: 200)"
     )
-    add_sampling(parser)
+    add_sampling(parser, more)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch
     from vesuvius.generate.sampling import SampleRequest

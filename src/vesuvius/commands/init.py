@@ -72,7 +72,6 @@ def default_name(volume: str) -> str:
 
 
 def _check_new(name: str, out: Path) -> None:
-    """Raise ConfigError if a config or a run of this name exists."""
     parse_config(f"name: {name!r}\ndata: {{volumes: [{{path: volume}}]}}", source="--name")
     if os.path.lexists(out):
         raise ConfigError(f"{out} already exists; choose another --out or --name")

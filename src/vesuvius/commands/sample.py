@@ -53,7 +53,6 @@ def _parser() -> Parser:
         prog="vesuvius sample",
         description="Generate patches with a trained model, or a volume of any size (--shape, or an --out that ends in "
         ".zarr).  Patches are written to samples.zarr, with a montage.png; the same seed gives the same samples.",
-        common=("checkpoint", "count", "seed", "out", "shape", "condition", "dry_run"),
         examples=(
             "vesuvius sample --checkpoint demo --count 8",
             "vesuvius sample --checkpoint demo --shape 256,512,512 --out big.zarr",
@@ -71,15 +70,16 @@ def _parser() -> Parser:
     parser.add_argument(
         "--out", type=full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
-    parser.add_argument(
+    more = parser.add_argument_group("more options")
+    more.add_argument("--overwrite", action="store_true", help="replace existing samples")
+    more.add_argument(
         "--volume",
         type=natural,
         default=0,
         metavar="N",
         help="index of the training volume whose intensities and condition are used (default: 0)",
     )
-    add_sampling(parser)
+    add_sampling(parser, more)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
     volumes.add_argument(
         "--shape",
@@ -128,27 +128,27 @@ def _parser() -> Parser:
     return parser
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup) -> None:
     """Add the options of `sampling_of`: seed, batch, weights, guide, and those that set config keys."""
     parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
-    parser.add_argument(
+    more.add_argument(
         "--batch-size",
         type=positive,
         default=4,
         help="patches or tiles computed at once; samples are reproducible bit for bit at equal batch size (default: 4)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--weights",
         default="ema",
         metavar="NAME",
         help="ema (averaged weights; default), model (the last step's), or ema_0.999 and the like for "
         "training.extra_ema_decays",
     )
-    parser.add_argument(
+    more.add_argument(
         "--guide",
         type=Path,
         metavar="CHECKPOINT",
-        help="earlier checkpoint of the run; --residual-guidance amplifies the change since then",
+        help="earlier checkpoint of the run; --correction amplifies the change since then",
     )
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
@@ -172,15 +172,14 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: i
 
 
 def array(text: str) -> ArrayConfig:
-    """Parse PATH or PATH@LEVEL."""
     at = re.search(r"@(\d+)$", text)
     return ArrayConfig(path=text[: at.start()] if at else text, level=int(at[1]) if at else 0)
 
 
 def _box(text: str) -> Box:
-    found = re.fullmatch(r"(\d+):(\d+),(\d+):(\d+),(\d+):(\d+)", text.replace(" ", ""))
-    numbers = [int(part) for part in found.groups()] if found else []
-    if not found or any(lo >= hi for lo, hi in zip(numbers[::2], numbers[1::2], strict=True)):
+    match = re.fullmatch(r"(\d+):(\d+),(\d+):(\d+),(\d+):(\d+)", text.replace(" ", ""))
+    numbers = [int(part) for part in match.groups()] if match else []
+    if not match or any(lo >= hi for lo, hi in zip(numbers[::2], numbers[1::2], strict=True)):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not start:stop along z, y and x, in voxels; try 0:64,128:384,128:384"
         )
@@ -204,7 +203,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume
 
     inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
-    options = {name: found for name in _OF_VOLUMES if (found := getattr(arguments, name)) is not None}
+    options = {name: value for name in _OF_VOLUMES if (value := getattr(arguments, name)) is not None}
     out, labels_out, picture = arguments.out, None, arguments.out.parent / f"{arguments.out.stem}.png"
     if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
         # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.

@@ -19,7 +19,6 @@ def main(argv: list[str]) -> int:
         prog="vesuvius train",
         description="Train a 3D diffusion model.  On a terminal the last line shows progress, time left, loss, speed "
         "and bottleneck; the log of the run has every step.",
-        common=("config", "resume", "dry_run", "print_config"),
         examples=(
             "vesuvius train --config configs/demo.yaml --dry-run",
             "vesuvius train --config configs/demo.yaml training.lr=2e-4 training.workers=4",
@@ -28,14 +27,15 @@ def main(argv: list[str]) -> int:
     )
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue this run from its newest checkpoint")
-    parser.add_argument(
+    parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
+    more = parser.add_argument_group("more options")
+    more.add_argument(
         "--allow-drift", action="store_true", help="with --resume: continue although the data or the model changed"
     )
-    parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
-    parser.add_argument(
+    more.add_argument(
         "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, in GiB"
     )
-    parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     # The trainer that `vesuvius tune` starts; it takes commands on standard input.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)

@@ -77,8 +77,8 @@ def knobs(text: str) -> tuple[Knob, ...]:
 
 def duration(text: str) -> float:
     """Parse a time such as `90s`, `30m` or `1h30m` into seconds."""
-    found = _DURATION.fullmatch(text)
-    hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+    match = _DURATION.fullmatch(text)
+    hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0.0, 0.0, 0.0)
     total_s = 3600 * hours + 60 * minutes + seconds
     if total_s < _LEAST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration of at least a minute, such as 90s, 30m or 1h30m")

@@ -116,7 +116,6 @@ def _open_data(config: Config) -> PreparedData:
 
 
 def _ranks(config: Config | None) -> int:
-    """Return the number of ranks on this machine."""
     if config is None or config.training.ranks == 1:
         return 1
     from vesuvius.training.forecast.run_plan import num_local_ranks  # imports torch
@@ -134,7 +133,6 @@ def _disk(config: Config | None) -> Finding:
 
 
 def _volumes(data: PreparedData) -> Finding:
-    """Read a patch of each volume."""
     texts = []
     for number, volume in enumerate(data.volumes):
         data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
@@ -159,7 +157,6 @@ def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
 
 
 def _limits(config: Config) -> Finding:
-    """Check the limits on processes and threads, as before a run."""
     from vesuvius.training.forecast.preflight import check_limits
 
     check_limits(config, _ranks(config), 0)
@@ -177,7 +174,6 @@ def _shm(config: Config | None, opened: Future[PreparedData] | None) -> Finding:
 
 
 def check_torch(version: str | None = None) -> Finding:
-    """Check the version of torch and of its CUDA."""
     import torch
 
     from vesuvius.diffusion.network.unet import check_torch_version

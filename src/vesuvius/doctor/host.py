@@ -32,8 +32,6 @@ LEAST_SHM_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check."""
-
     level: Level
     value: str  # with its unit
     remedy: str = ""  # empty if all is well
@@ -80,7 +78,6 @@ def check_cores(workers: int | None, ranks: int = 1) -> Finding:
 
 
 def check_memory() -> Finding:
-    """Check the memory left below the tightest limit."""
     limit = tightest(sample_system(os.getpid()), MemoryPolicy())
     value = f"{format_size(limit.total_bytes)} ({limit.name}), {format_size(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.total_bytes:

@@ -1,18 +1,27 @@
-"""The machine of the trials, its free memory, and the planned memory of a trial."""
+"""The machine and the folder of an experiment, its free memory, and the planned memory of a trial."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from vesuvius.config import Config
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.monitor.memory.limits import left_bytes, limits_of
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.report.model import commit_text
+from vesuvius.runlog.files import take_lock, write_atomically
+from vesuvius.runlog.held import LOCK, holding
+from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
@@ -21,6 +30,7 @@ from vesuvius.training.forecast.run_plan import plan_run
 from vesuvius.training.reporting.monitoring import memory_policy
 from vesuvius.training.step.setup import choose_device
 
+_OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors, or a process that cannot start
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
 
 
@@ -33,7 +43,6 @@ def machine_words() -> str:
 
 
 def facts_of_this_place() -> dict[str, str]:
-    """Machine, versions and commit, for a page."""
     environment = describe_environment()
     packages = {name: version for name, version in environment["packages"].items() if version}
     return {
@@ -44,19 +53,19 @@ def facts_of_this_place() -> dict[str, str]:
 
 
 def ram_left(config: Config) -> int:
-    """Return the bytes a run may use before the guard's first threshold, given the current use of other processes."""
+    """The bytes a run may use before the guard's first threshold, given the current use of other processes."""
     limits = memory_policy(config.with_training(workers=max(config.training.workers, 1)))  # includes Ray's monitor
     return left_bytes(limits_of(sample_system(os.getpid()), limits), limits)
 
 
 def vram_left() -> int:
-    """Return the GPU bytes a run may use, given what other processes hold now."""
+    """The GPU bytes a run may use, given what other processes hold now."""
     total_bytes, used_bytes = _vram()
     return int(VRAM_SHARE * total_bytes) - used_bytes
 
 
 def with_micro_batch(config: Config) -> Config:
-    """Return the config with the number that a run would choose now for `training.train_batch_size: auto`."""
+    """The config with the number that a run would choose now for `training.train_batch_size: auto`."""
     available_bytes = None
     if choose_device().type == "cuda" and config.training.train_batch_size == "auto":
         total_bytes, used_bytes = _vram()
@@ -65,7 +74,6 @@ def with_micro_batch(config: Config) -> Config:
 
 
 def _vram() -> tuple[int, int]:
-    """Total and used bytes of the GPU, without creating a CUDA context."""
     gpu = torch.cuda.get_device_properties(choose_device())
     with Gpus(within_s=10.0) as gpus:
         used_bytes = sum(use.used_bytes or 0 for use in gpus.sample() if str(gpu.uuid) in use.uuid)
@@ -73,6 +81,32 @@ def _vram() -> tuple[int, int]:
 
 
 def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
-    """Return the planned peak bytes of host and GPU (None on a CPU, else with the reserve) of a short trial."""
+    """The planned peak bytes of host and GPU (None on a CPU, else with the reserve) of a short trial."""
     plan = plan_run(config.with_training(max_steps=_PLANNED_STEPS), data)
     return plan.ram_bytes, plan.step.vram_bytes if plan.step else None
+
+
+@contextmanager
+def locked(directory: Path, what: str) -> Iterator[int]:
+    """Lock the directory against other sessions and the trainers of killed ones; yields the lock's file descriptor.
+
+    Raises ConfigError if another one is active, and StorageError if a file cannot be written here or in the context.
+    """
+    remedy = "free some space and start again, or set VESUVIUS_RUNS"
+    with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if not take_lock(descriptor, directory / LOCK):
+                raise ConfigError(
+                    f"Another {what} (or the trainer of a killed one) is active in {directory}; wait for it or stop it"
+                )
+            with holding(directory, descriptor):
+                yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+    """Write all figures of an experiment as JSON, atomically and without secrets.  Raises OSError."""
+    write_atomically(path, (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())

@@ -36,7 +36,6 @@ class Comparison:
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """Ends of the interval; empty without one."""
         return () if self.low is None or self.high is None else (self.low, self.high)
 
     @property

@@ -65,7 +65,7 @@ def observe(
     observed.parameters, observed.amp = parameter_count(loop.train_step.network), loop.train_step.amp
     observed.device = torch.cuda.get_device_name(run.device) if on_gpu else "CPU"
     accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
-    warmup, began = Warmup.of(loop.job, loop.feed.stream.options, accumulate, batch), time.monotonic()
+    warmup, began = Warmup.of(loop.job.plan, loop.feed.stream.options, accumulate, batch), time.monotonic()
     warm = 1
     while warm < MOST_WARM_STEPS and not warmup.is_over(warm, time.monotonic() - began, _WARM_S):
         yield

@@ -1,4 +1,4 @@
-"""Warm-up, length of a measurement, and figures of the steady state.  Pure."""
+"""Warm-up, length of a measurement, and samples/s of the steady state; for bench, tune and profile.  Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
-from typing import Self
+from typing import Any, Self
 
+from vesuvius.plan.plan import Plan
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
 from vesuvius.stream.options import StreamOptions, batches_ahead
-from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.reader_stats import ReaderTotals
 
 KERNEL_STEPS = 3
 """Steps until kernels are chosen and compiled."""
@@ -32,18 +33,30 @@ class Warmup:
     full_steps: int  # until each region in flight has also been read once
 
     @classmethod
-    def of(cls, job: ReaderJob, options: StreamOptions, accumulate: int, batch: int) -> Self:
-        """Return the warm-up of a run with steps of `batch` samples, of `accumulate` micro-batches on each rank."""
+    def of(cls, plan: Plan, options: StreamOptions, accumulate: int, batch: int) -> Self:
+        """The warm-up of a run with steps of `batch` samples, of `accumulate` micro-batches on each rank."""
         least = KERNEL_STEPS + -(-batches_ahead(options) // accumulate)
-        return cls(least, max(least, -(-job.plan.regions_in_flight // batch)))
+        return cls(least, max(least, -(-plan.regions_in_flight // batch)))
 
     def is_over(self, steps: int, elapsed_s: float, most_s: float) -> bool:
-        """Whether the warm-up is over; after `most_s`, when readers outpace the trainer, `least_steps` suffice."""
         return steps >= self.full_steps or (steps >= self.least_steps and elapsed_s >= most_s)
 
 
+def cycle_of(plan: Plan, workers: int) -> int:
+    """Samples after which bursts repeat: each reader has delivered a task, in full rounds of the plan."""
+    return -(-max(workers, 1) * plan.samples_per_task // plan.regions_in_flight) * plan.regions_in_flight
+
+
+def reader_times(before: ReaderTotals, now: ReaderTotals, region: int) -> tuple[float, float] | None:
+    """Seconds that one reader takes per sample, and decodes; None if nothing was read.  `region`: its samples."""
+    if not (read := (now.blocks - before.blocks) * region):
+        return None
+    decode_s = (now.decode_s - before.decode_s) / read
+    return decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read, decode_s
+
+
 def reader_limited_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
-    """Return the time that the samples took or, for prefetched ones, the time that the readers need for them."""
+    """The time that the samples took or, for prefetched ones, the time that the readers need for them."""
     if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
         return samples * reader_s / workers
     return took_s
@@ -83,22 +96,17 @@ class TrialLength:
 class SteadyState:
     """Collects step records until the steady state has been measured for `seconds` or longer.
 
-    Args:
-        batch: samples per step.
-        workers: readers of all ranks.
-        task: samples that a reader delivers at once.
-        region: patches per region.
+    `batch` are the samples of a step, `workers` the readers of all ranks.
     """
 
-    def __init__(self, warmup: Warmup, seconds: float, batch: int, workers: int, task: int, region: int) -> None:
+    def __init__(self, warmup: Warmup, plan: Plan, workers: int, batch: int, seconds: float) -> None:
         self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers
-        self._region = region
-        self._length = TrialLength(batch, max(workers, 1) * task, seconds)
+        self._region = plan.patches_per_region
+        self._length = TrialLength(batch, cycle_of(plan, workers), seconds)
         self._warm: list[Record] = []
         self._steady: list[Record] = []
 
     def add(self, step: Record) -> bool:
-        """Add a step; returns whether the measurement is complete."""
         later_s = math.fsum(_work_s(each) for each in self._warm[1:])
         if not self._warmup.is_over(len(self._warm), later_s, self._seconds):
             self._warm.append(step)
@@ -110,7 +118,9 @@ class SteadyState:
     def samples_s(self) -> float:
         """Sustainable samples/s: samples read ahead count with the time that the readers need for them."""
         samples, took_s = self._samples_and_seconds()
-        return samples / reader_limited_s(samples, took_s, self._reader_s(), self._workers)
+        before, now = (ReaderTotals(**steps[-1]["readers"]) for steps in (self._warm, self._steady))
+        reader_s, _ = reader_times(before, now, self._region) or (None, None)
+        return samples / reader_limited_s(samples, took_s, reader_s, self._workers)
 
     def start_s(self, launched_s: float) -> float:
         """Seconds from the launch (a time since 1970) to the steady state, beyond the usual time of its steps."""
@@ -119,30 +129,22 @@ class SteadyState:
 
     def figures(self) -> dict[str, float]:
         """Median times, shares of the time, and peak memory of all steps."""
-        _, took_s = self._samples_and_seconds()
-        found = {
-            "step_s": quantile([_work_s(step) for step in self._steady], 0.5),
-            "comm_s": quantile([step["comm_s"] for step in self._steady], 0.5),
-            "data_share": math.fsum(step["data_s"] for step in self._steady) / took_s,
-            "comm_share": math.fsum(step["comm_s"] for step in self._steady) / took_s,
-            "steps": len(self._steady),
+        steps, (_, took_s) = self._steady, self._samples_and_seconds()
+        figures: dict[str, Any] = {
+            "step_s": quantile([_work_s(step) for step in steps], 0.5),
+            "comm_s": quantile([step["comm_s"] for step in steps], 0.5),
+            "data_share": math.fsum(step["data_s"] for step in steps) / took_s,
+            "comm_share": math.fsum(step["comm_s"] for step in steps) / took_s,
+            "steps": len(steps),
             "batch": self._batch,
         }
         for name in ("ram", "vram"):
-            known = [step[f"{name}_used_bytes"] for step in (*self._warm, *self._steady)]
-            if peak := max((size for size in known if size is not None), default=None):
-                found[f"{name}_bytes"] = peak
-        return found
+            sizes = [step[f"{name}_used_bytes"] for step in (*self._warm, *steps)]
+            figures[f"{name}_bytes"] = max((size for size in sizes if size is not None), default=None)
+        return {name: value for name, value in figures.items() if value is not None}
 
     def _samples_and_seconds(self) -> tuple[int, float]:
         return len(self._steady) * self._batch, math.fsum(_work_s(step) for step in self._steady)
-
-    def _reader_s(self) -> float | None:
-        """Seconds that one reader takes per sample; None if nothing was read meanwhile."""
-        before, now = self._warm[-1]["readers"], self._steady[-1]["readers"]
-        read = (now["blocks"] - before["blocks"]) * self._region
-        spent_s = sum((now[name] or 0.0) - (before[name] or 0.0) for name in ("decode_s", "read_s"))
-        return spent_s / read if read else None
 
 
 def _work_s(step: Record) -> float:

@@ -65,7 +65,6 @@ class Trainer:
         self._guard_text = ""  # of the first event of its memory guard; '' = none
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the trainer to end; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
@@ -120,7 +119,6 @@ class Trainer:
         shutil.rmtree(self.run / "checkpoints", ignore_errors=True)
 
     def _new_records(self) -> list[Record]:
-        """The records written since the last call; remembers the first action of the memory guard."""
         records = self._tail.new()
         for record in records:
             if record["kind"] == "event" and record["event"] == "guard":
@@ -139,14 +137,12 @@ class Trainer:
         return "failed", f"{self._last_error()} (exit code {code})"
 
     def _death(self, code: int) -> str:
-        """Return the cause of death, with evidence."""
         with suppress(OSError):
             if death := record_run_death(self.run):
                 return "; ".join([headline(death), *death.evidence])
         return f"killed by signal {-code}" if code < 0 else "killed"
 
     def _last_error(self) -> str:
-        """Return the last error line of the output, else the last line."""
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()
         return str((_ERROR_LINE.findall(said) or said.splitlines() or ["no output"])[-1]).strip()
 
@@ -162,7 +158,6 @@ def _living_in_session(session: int) -> list[int]:
 
 
 def next_number(directory: Path) -> int:
-    """The number of the next trainer in a directory."""
     return max((int(path.stem) for path in directory.glob("*.yaml") if path.stem.isdecimal()), default=-1) + 1
 
 

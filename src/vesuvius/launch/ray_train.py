@@ -80,7 +80,6 @@ def train_with_ray(request: Request) -> int:
 
 
 def make_trainer(request: Request, ranks: int, needs: dict[str, float], folder: Path) -> TorchTrainer:
-    """Make Ray Train's trainer for these ranks, each of which reserves `needs`."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -227,7 +226,6 @@ def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) 
 
 
 def _print_new(log_file: Tail) -> None:
-    """Print the complete lines appended since the last call."""
     try:
         print(log_file.lines().decode("utf-8", errors="replace"), end="", flush=True)
     except OSError:  # a broken pipe or a closed terminal

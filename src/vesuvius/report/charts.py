@@ -19,7 +19,6 @@ _MOST_CURVES = 4
 
 
 def build_charts(records: RunRecords) -> list[Chart]:
-    """All charts that the records have figures for, in the order of the page."""
     return [*_learning(records), *_time(records), *_memory(records), *_machine(records)]
 
 
@@ -112,7 +111,6 @@ WORK = {
 
 
 def work_columns(records: RunRecords) -> dict[str, Column]:
-    """The columns of `WORK`."""
     columns = records.columns
     return {
         name: columns["other_s"] - columns["pause_s"] if name == "host_s" else columns[name] for name in WORK.values()

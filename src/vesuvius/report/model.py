@@ -57,7 +57,6 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
 
 
 def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:
-    """Render the page of one run, or of several after their comparison; `refresh_s` as in `render_html`."""
     reports = named_apart(reports)
     return render_html(reports, made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s)
 
@@ -107,7 +106,6 @@ def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:
 
 
 def build(records: RunRecords) -> RunReport:
-    """Build the report of one run."""
     headline, tone, commands = _headline(records)
     return RunReport(
         name=str(records.config.get("name") or records.path.name),
@@ -153,7 +151,6 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
 
 
 def verdict_words(verdict: Record, has_gpu: bool) -> str:
-    """The bottleneck of a verdict's record in one sentence, and what to try."""
     kind, cause, evidence, advice = (str(verdict.get(key) or "") for key in ("bound", "cause", "evidence", "advice"))
     if kind == "compute-bound" and not has_gpu and not advice.startswith("try"):
         return "Compute-bound on the CPU: no data-path setting will help."
@@ -164,7 +161,6 @@ def verdict_words(verdict: Record, has_gpu: bool) -> str:
 
 
 def _timed_steps(records: RunRecords) -> str:
-    """The steps that figures of time are taken from."""
     numbers = records.columns["step"][records.timed]
     if not len(numbers):
         return NOT_KNOWN
@@ -328,7 +324,6 @@ def _or_unknown(value: float | None, words: Any) -> str:
 
 
 def largest(values: Column) -> float | None:
-    """The largest finite value; None if there is none."""
     return _of_known(values, np.max)
 
 

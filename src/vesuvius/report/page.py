@@ -98,8 +98,6 @@ def in_one_unit(seconds: Sequence[float | None]) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a chart, with an optional range."""
-
     label: str
     value: float
     text: str  # at the end of the bar
@@ -110,8 +108,6 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar chart."""
-
     title: str
     bars: tuple[Bar, ...]
     note: str = ""
@@ -119,7 +115,6 @@ class Bars:
 
     @property
     def top(self) -> float:
-        """The value at the right end."""
         return max((bar.high or bar.value for bar in self.bars), default=0.0) or 1.0
 
 
@@ -133,8 +128,6 @@ class Picture:
 
 @dataclass(frozen=True)
 class TimePart:
-    """A part of the time."""
-
     name: str
     total_s: float  # over all steps
     share: float  # of the recorded time
@@ -164,7 +157,6 @@ class RunReport:
 
     @property
     def lead(self) -> Bars | None:
-        """The first chart of the page."""
         if self.bars or not self.parts:
             return self.bars
         bars = (
@@ -174,7 +166,6 @@ class RunReport:
 
     @property
     def details(self) -> Table:
-        """Facts that are not highlights."""
         rows = tuple((label, value) for label, value in self.facts.items() if label not in self.highlights)
         return Table("Details", ("", ""), rows)
 
@@ -265,7 +256,6 @@ def _previews(reports: Sequence[RunReport]) -> list[Picture]:
 
 
 def _small(path: Path, width: int) -> bytes | None:
-    """A JPEG; None if the file cannot be read."""
     from PIL import Image
 
     file = io.BytesIO()

@@ -64,7 +64,6 @@ class SystemRecord:
     bands: Mapping[str, Band]  # of `used_bytes`, `trainer_bytes`, `shared_bytes`, `cores`, `reader PID`, `GPU INDEX`
 
     def merged(self, later: SystemRecord) -> SystemRecord:
-        """Merge with a later record."""
         names = dict.fromkeys((*self.bands, *later.bands))
         bands = {name: merge([of.bands[name] for of in (self, later) if name in of.bands]) for name in names}
         return SystemRecord(later.step, later.limit_bytes, bands)
@@ -103,7 +102,6 @@ class RunRecords:
     exit_code: int | None  # of the last session; None unless it has ended
 
     def of_kind(self, kind: str) -> list[Record]:
-        """The records of a kind in `others`."""
         return [record for record in self.others if record["kind"] == kind]
 
     def peak(self, name: str, *more: float) -> float:
@@ -168,7 +166,6 @@ class _Merged:
         self.records, self._size, self._count = list[SystemRecord](), 1, 0
 
     def add(self, record: SystemRecord) -> None:
-        """Add a later record; the one that was the last begins a group or joins it."""
         if self._count and (self._count - 1) % self._size:
             self.records[-2:] = [self.records[-2].merged(self.records[-1])]
         self.records.append(record)
@@ -180,7 +177,6 @@ class _Merged:
 
 
 def merge(bands: Sequence[Band]) -> Band:
-    """The band of all values of at least one band."""
     lows, sums, highs, counts = zip(*bands, strict=True)
     return min(lows), math.fsum(sums), max(highs), sum(counts)
 
@@ -198,7 +194,6 @@ def _bands(record: Record) -> dict[str, Band]:
 
 
 def _add_times(ranks: list[RankTimes], record: Record) -> None:
-    """Add a record of the times of all ranks."""
     for rank, times in enumerate(record.get("times") or []):
         ranks.extend([RankTimes()] if rank == len(ranks) else [])
         of, (step_s, comm_s, pause_s) = ranks[rank], (figure(times.get(f"{n}_s")) for n in ("step", "comm", "pause"))

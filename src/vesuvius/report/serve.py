@@ -34,7 +34,6 @@ class LivePage:
         self._lock, self._page, self._fresh_until = threading.Lock(), b"", 0.0
 
     def get(self) -> bytes:
-        """The page; threads may call this."""
         with self._lock:
             if (began := time.monotonic()) >= self._fresh_until:
                 reports = [build(read_run(run)) for run in self._runs]

@@ -48,7 +48,6 @@ def write_atomically(path: Path, data: bytes, check: Callable[[BinaryIO], None] 
 
 
 def flush_to_disk(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk.  Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,7 +131,6 @@ class AppendFile:
         return None
 
     def _open(self) -> None:
-        """Open the file where its directory is now.  Raises OSError."""
         path, before = where(self._path), self._descriptor
         if before is not None:
             path.parent.mkdir(exist_ok=True)
@@ -268,7 +266,6 @@ def directory_bytes(path: Path) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path or its nearest existing parent."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if os.path.exists(each))
 

@@ -16,7 +16,6 @@ def runs_root() -> Path:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run; False if it cannot be read."""
     try:
         return any((directory / name).is_file() for name in _FILES)
     except OSError:

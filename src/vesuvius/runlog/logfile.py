@@ -96,7 +96,6 @@ def close_logs() -> None:
 
 
 def close_terminal() -> None:
-    """Stop sending messages to the terminal."""
     _close(_TerminalHandler)
 
 
@@ -114,8 +113,6 @@ def _close(kind: type[logging.Handler]) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Redacts secrets."""
-
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
@@ -161,7 +158,6 @@ def silence_lost_terminal() -> None:
 
 
 def is_lost_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a closed terminal (or another character device)."""
     try:
         descriptor = stream.fileno()
         return stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor)
@@ -206,7 +202,6 @@ class _TerminalHandler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Clear the status line."""
         with suppress(OSError, ValueError, RuntimeError):
             self._draw("")
 

@@ -41,7 +41,6 @@ class Progress:
         self.close()
 
     def add(self, num_bytes: int = 0) -> None:
-        """Count an item and its bytes."""
         self._count += 1
         self._bytes += num_bytes
 
@@ -63,7 +62,6 @@ class Progress:
             log.info("%s: done, %d%s in %s", self._what, self._count, self._size, took)
 
     def close(self) -> None:
-        """Stop logging."""
         self._closed.set()
 
     def _log_regularly(self) -> None:
@@ -87,7 +85,6 @@ class Progress:
 
 
 def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items and log the progress."""
     with Progress(what, total) as progress:
         for item in items:
             yield item

@@ -140,7 +140,6 @@ class Exporter:
                 self._figures[name][value] += max(amounts.get(value) or 0.0, 0.0)  # clock differences may be below 0
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures except the histogram, for prometheus_client."""
         labels = {name: (label_of(source), meaning) for name, (source, meaning) in LATEST.items()}
         labels |= {name: (what if len(values) > 1 else None, text) for name, (what, values, text) in COUNTED.items()}
         for name, (label, meaning) in labels.items():
@@ -157,7 +156,6 @@ def label_of(source: str) -> str | None:
 
 
 def _latest(key: str, value: Any, *below: str) -> Iterator[tuple[str, float | None]]:
-    """Yield figures with the value of their label: of [min, mean, max] the maximum, for GPUs the mean."""
     match key:
         case "gpus":
             for gpu in value or []:

@@ -47,12 +47,10 @@ class JsonLines:
         return record
 
     def share(self, record: Record) -> None:
-        """Pass a record of another file to the listeners."""
         for listener in self._listeners:
             listener(record)
 
     def close(self) -> None:
-        """Write pending records and close the file."""
         self._file.close()
 
 
@@ -63,12 +61,10 @@ def iter_records(path: Path) -> Iterator[Record]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read all records of a short file; see `iter_records`."""
     return list(iter_records(path))
 
 
 def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Parse lines; torn ones are skipped."""
     return (record for line in lines if (record := parse_record(line)) is not None)
 
 
@@ -173,5 +169,4 @@ class Tail:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -53,7 +53,6 @@ def describe_environment() -> dict[str, Any]:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -93,8 +92,6 @@ _POLL_S = 0.2
 
 
 class _Below:
-    """A path in a run directory, as an attribute of `RunDir`."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -104,8 +101,6 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run."""
-
     path: Path
     log = _Below("logs/train_full.log")
     metrics = _Below("metrics.jsonl")
@@ -210,7 +205,6 @@ class RunDir:
             yield
 
     def writing(self) -> AbstractContextManager[None]:
-        """Raise an OSError of the context as a StorageError."""
         return storage_errors(f"the run directory {self.path}", "free some space or choose another folder")
 
     def lock_owner(self) -> str:
@@ -236,7 +230,6 @@ class RunDir:
             time.sleep(_POLL_S)
 
     def make_folders(self) -> None:
-        """Create the subfolders.  Raises OSError: the directory is not writable."""
         for folder in (self.log.parent, self.checkpoints, self.samples):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -256,7 +249,6 @@ def _written_as(name: str) -> str:
 
 
 def run_dir(config: Config) -> RunDir:
-    """Return the run directory of a config."""
     return RunDir(runs_root() / config.name)
 
 

@@ -47,7 +47,6 @@ class Board(Protocol):
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -143,15 +142,12 @@ class TensorBoard:
                 writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
 
     def close(self, exit_code: int = 0) -> None:
-        """Raises OSError."""
         if self._writer is not None:
             self._writer.close()
         self._opened.close()
 
 
 class Wandb:
-    """A Weights & Biases run, continued by each session."""
-
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
         kept = directory / "wandb_id"
         if not _read_id(kept):
@@ -176,8 +172,6 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run, continued by each session."""
-
     def __init__(self, run: str, directory: Path, settings: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise version 3 rejects a folder
         os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", "vesuvius")
@@ -216,7 +210,6 @@ def known_figures(record: Record) -> dict[str, float]:
 
 
 def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
-    """Yield tags and figures of a record; None = unknown."""
     get = record.get
     match record["kind"]:
         case "step":
@@ -250,7 +243,6 @@ def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
 
 
 def _gib(found: Any) -> float | None:
-    """Convert a figure, or the maximum of [min, mean, max], to GiB."""
     return _quotient((found[-1] if found else None) if isinstance(found, list) else found, GIB)
 
 

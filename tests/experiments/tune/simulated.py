@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from vesuvius.experiments import Ended
-from vesuvius.experiments.tune.measurement import Planned, Result, SearchSpace, Setting, TrialKind, trainer_knobs
+from vesuvius.experiments.tune.measurement import Planned, Result, SearchSpace, Setting, TrialKind
 from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import Search
 
@@ -246,7 +246,7 @@ class SimulatedRunner:
 
     def measure(self, setting: Setting, kind: TrialKind, seconds: float, limit_s: float) -> Result:
         machine, before = self._machine, self._living
-        restart = before is None or trainer_knobs(before) != trainer_knobs(setting)
+        restart = before is None or before.of_trainer != setting.of_trainer
         other_s = START_S if restart else CHANGE_S if before != setting else 0.0
         self._living = None
         if (death := machine.death(setting)) is not None:

@@ -13,7 +13,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.experiments.machine import with_micro_batch
 from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
-from vesuvius.experiments.tune.survey import planner_of, survey
+from vesuvius.experiments.tune.session import planner_of, survey
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.forecast import run_plan

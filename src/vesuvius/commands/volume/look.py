@@ -107,7 +107,6 @@ def add_verify(commands: Commands) -> None:
         description="Read every stored chunk of a level and list the broken ones, including chunks that "
         "`vesuvius volume occupancy` listed and that are now missing.  An interrupted command continues where it "
         "stopped.  Exit code 6: broken chunks were found.",
-        common=("level", "threads", "json"),
         examples=("vesuvius volume verify scroll.zarr --threads 8",),
     )
     add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")

@@ -63,7 +63,6 @@ def add_copy(commands: Commands) -> None:
         description="Copy a box of one level to an OME-Zarr 0.4 on disk (blosc-zstd, chunks as in the source).  An "
         "interrupted copy continues where it stopped; until then, its name is OUT.zarr.partial.  Exit code 6: "
         "chunks could not be read.",
-        common=("level", "start", "size", "levels"),
         examples=("vesuvius volume copy https://host/scroll.zarr scroll.zarr --level 2",),
     )
     add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
@@ -110,7 +109,6 @@ def add_import(commands: Commands) -> None:
         description="Convert a scan to OME-Zarr 0.5 (zarr v3, 128^3 chunks in 512^3 shards, blosc-zstd) with all "
         "levels, keeping dtype and voxel size.  An interrupted import continues where it stopped; until then, its "
         "name is OUT.zarr.partial.",
-        common=("shape", "dtype", "voxel_size_um", "levels"),
         epilog="exit code 6: the source cannot be read",
         examples=("vesuvius volume import slices/ scroll.zarr --voxel-size-um 7.91,7.91,7.91",),
     )

@@ -35,20 +35,21 @@ def source_of(arguments: argparse.Namespace) -> ArrayConfig:
 
 def add_store(parser: Parser) -> None:
     """Add the options for reading from stores."""
-    parser.add_argument(
+    stores = parser.add_argument_group("reading from stores")
+    stores.add_argument(
         "--requests",
         type=positive,
         default=_STORE.requests,
         help=f"requests in flight per process (default: {_STORE.requests})",
     )
-    parser.add_argument(
+    stores.add_argument(
         "--outage-minutes",
         type=number_from_0,
         default=_STORE.outage_minutes,
         metavar="M",
         help=f"how long to retry if the network or server is down (default: {_STORE.outage_minutes:g})",
     )
-    parser.add_argument(
+    stores.add_argument(
         "--forbidden-is-absent",
         action="store_true",
         help="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing",

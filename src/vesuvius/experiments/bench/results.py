@@ -35,8 +35,6 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting to measure."""
-
     label: str  # what distinguishes it from the other trials
     overrides: tuple[str, ...] = ()  # in addition to those of the command line
 
@@ -116,7 +114,6 @@ def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
 
 
 def results_of(trials: Sequence[Trial], measurements: Sequence[Measurement]) -> list[Result]:
-    """Return the results in the order of the trials; the first trial is the baseline."""
     by_trial = [[m for m in measurements if m.trial == number] for number in range(len(trials))]
     base = [m for m in by_trial[0] if m.ended == "ok"]
     return [_result(trial, found, base, trials) for trial, found in zip(trials, by_trial, strict=True)]
@@ -151,7 +148,6 @@ def _result(trial: Trial, found: Sequence[Measurement], base: Sequence[Measureme
 
 
 def band(efficiency: float) -> str:
-    """Return the name of a scaling efficiency; 1 = as fast per rank as a single rank."""
     return next(name for least, name in BANDS if efficiency >= least)
 
 
@@ -248,7 +244,6 @@ def _scaling(results: Sequence[Result]) -> list[Chart]:
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    """Return a table with a row for each trial."""
     rows = [_row(each, index == 0) for index, each in enumerate(results)]
     columns = dict.fromkeys(name for row in rows for name in row)
     return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows), _NOTE)

@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, VesuviusError, one_line
+from vesuvius.experiments import machine
 from vesuvius.experiments.bench.results import Measurement, Trial, build_page, results_of
-from vesuvius.experiments.folder import locked, write_figures
-from vesuvius.experiments.machine import facts_of_this_place, planned_bytes, ram_left, vram_left, with_micro_batch
 from vesuvius.experiments.steady import SteadyState, Warmup
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
 from vesuvius.report.page import RunReport, made_by, new_folder, render_html, write_page
@@ -39,8 +38,6 @@ _prepared = cache(prepare_data)
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """The arguments of a bench."""
-
     source: Path  # the YAML file; with `environment` and `overrides` applied it is what trials change
     overrides: tuple[str, ...]
     trials: tuple[Trial, ...]
@@ -62,9 +59,12 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
     def config_with(overrides: Sequence[str]) -> Config:
         return read_config(request.source, [*request.overrides, *overrides], request.environment)
 
-    config, configs = config_with(()), [with_micro_batch(config_with(trial.overrides)) for trial in request.trials]
+    config, configs = (
+        config_with(()),
+        [machine.with_micro_batch(config_with(trial.overrides)) for trial in request.trials],
+    )
     parent = run_dir(config).path / BENCHES
-    with locked(parent, "bench") as lock_fd:
+    with machine.locked(parent, "bench") as lock_fd:
         folder, done = new_folder(parent), list[Measurement]()
         folder.mkdir()
         log.info("%d trials, %d rounds; %s", len(configs), request.rounds, folder)
@@ -137,12 +137,11 @@ def measure_trial(
         raise StoppedError("interrupted while the volumes were opened") from None
     except (VesuviusError, ValidationError) as error:
         return Measurement(ended="failed", cause=one_line(error, 400))
-    training, plan = config.training, data.plan
+    training = config.training
     batch = training.micro_batch * training.accumulate_steps * ranks
     options = StreamOptions.from_config(training, config.cluster)
-    warmup = Warmup.of(data.job, options, training.accumulate_steps, batch)
-    workers = training.workers * ranks
-    state = SteadyState(warmup, seconds, batch, workers, plan.samples_per_task, plan.patches_per_region)
+    warmup = Warmup.of(data.plan, options, training.accumulate_steps, batch)
+    state = SteadyState(warmup, data.plan, training.workers * ranks, batch, seconds)
     trainer = Trainer(run, directory, lock_fd, takes_commands=False)
 
     def take(record: Record) -> bool:
@@ -158,11 +157,11 @@ def measure_trial(
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
     """Return why a config is predicted not to fit into memory; '' = it fits."""
-    ram_bytes, vram_bytes = planned_bytes(config, data)
-    ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), ram_left(config)
+    ram_bytes, vram_bytes = machine.planned_bytes(config, data)
+    ram_bytes, left_bytes = ram_bytes * (1 if config.cluster.address else ranks), machine.ram_left(config)
     if ram_bytes > left_bytes:
         return f"it needs about {format_size(ram_bytes)} of RAM, but {format_size(left_bytes)} is free"
-    if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
+    if vram_bytes is not None and vram_bytes > (vram_left_bytes := machine.vram_left()):
         return f"it needs about {format_size(vram_bytes)} of VRAM, but {format_size(vram_left_bytes)} is free"
     return ""
 
@@ -175,14 +174,13 @@ def _ranks_of(config: Config) -> int:
 def _write(
     request: BenchRequest, config: Config, folder: Path, measurements: Sequence[Measurement]
 ) -> tuple[int, RunReport]:
-    """Write the figures as JSON, and the page."""
     results, made = results_of(request.trials, measurements), made_by(request.command)
     facts = {
         "baseline": ", ".join(request.trials[0].overrides) or "the config",
         "rounds": f"{request.rounds}, each {request.seconds:g} s of the steady state",
         "measuring took": format_duration(sum(m.seconds for m in measurements)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-        **facts_of_this_place(),
+        **machine.facts_of_this_place(),
     }
     figures = {
         "made": made,
@@ -192,7 +190,7 @@ def _write(
         "measurements": [asdict(each) for each in measurements],
         "config": config.model_dump(mode="json"),
     }
-    write_figures(folder / "benchmark_results.json", figures)
+    machine.write_figures(folder / "benchmark_results.json", figures)
     title = f"{config.name}: bench of {len(results)} trials"
     train = shlex.join(["vesuvius", "train", "--config", str(request.source), *request.overrides])
     page = build_page(title, str(folder), facts, results, dump_config(config), train)

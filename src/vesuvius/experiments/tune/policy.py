@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.experiments.paired import MOST_PAIRS, Comparison, compare
-from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, Knob, Setting, TrialKind, in_words, trainer_knobs
+from vesuvius.experiments.tune.measurement import OOM_OUTCOMES, Knob, Setting, TrialKind, in_words
 from vesuvius.experiments.tune.search import RUN_SHORTCUT_GAIN, SMALLEST_GAIN, STEP_SHORTCUT_GAIN, Asks, Search
 from vesuvius.runlog.units import format_count
 
@@ -31,8 +31,6 @@ _MOST_RIVALS = 6
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The result of a tune."""
-
     # "sure": `best` is significantly faster than the baseline.  "likely": the measurements say so, but not
     # significantly.  "unchanged": no change is worth it.  "none": nothing could be measured.
     certainty: Certainty
@@ -78,7 +76,6 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
 
 
 def policy(search: Search) -> Asks[None]:
-    """Measure stage by stage."""
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return
@@ -97,8 +94,8 @@ def policy(search: Search) -> Asks[None]:
     yield from _smooth(search)
     yield from _without_readers(search)
     if search.best != search.base:
-        found = yield from search.in_turn((search.best, "run"), (search.base, "run"), "confirm", pairs=search.with_base)
-        if found is None:
+        gain = yield from search.in_turn((search.best, "run"), (search.base, "run"), "confirm", pairs=search.with_base)
+        if gain is None:
             search.note("confirm", f"not compared with the baseline: {search.why_failed}")
 
 
@@ -118,22 +115,22 @@ def _feed(search: Search) -> Asks[None]:
         at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
         changes = in_words(setting, best)
-        found = yield from search.gain(setting, "readers", "readers", f"{changes}: {words}", have, near, 3)
-        if found is not None and found.gain >= least:
-            why = f"readers alone deliver {have * (1 + found.gain):.3g} samples/s instead of {have:.3g}"
+        gain = yield from search.gain(setting, "readers", "readers", f"{changes}: {words}", have, near, 3)
+        if gain is not None and gain.gain >= least:
+            why = f"readers alone deliver {have * (1 + gain.gain):.3g} samples/s instead of {have:.3g}"
             search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}")
         elif is_requests:
             more_requests = False
         else:
             deaths = sum(result.ended in OOM_OUTCOMES for result in search.results)
             if (
-                found is None
+                gain is None
                 and not search.cut_short
                 and search.results[-1].ended in OOM_OUTCOMES
                 and deaths <= _MOST_DEATHS
             ):
                 continue  # the next setting is smaller than those that died
-            return search.note("readers", f"no gain from {changes}: {found.text if found else search.why_failed}")
+            return search.note("readers", f"no gain from {changes}: {gain.text if gain else search.why_failed}")
     search.note("readers", f"readers suffice: {search.words()}")
 
 
@@ -183,7 +180,7 @@ def _raise_steps(search: Search) -> Asks[bool]:
             search.note("steps", f"compile not tried: it would take {_COMPILE_SHARE:.0%} of the budget or more")
         elif setting != search.best and knob not in space.kept:
             yield from _try(search, setting, why)
-    return trainer_knobs(search.best) != trainer_knobs(before)
+    return search.best.of_trainer != before.of_trainer
 
 
 def _larger_batch(search: Search) -> Setting | None:
@@ -198,8 +195,8 @@ def _larger_batch(search: Search) -> Setting | None:
 def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
     """Take a setting whose steps alone are faster; returns whether it was taken."""
     words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-STEP_SHORTCUT_GAIN, math.inf)
-    found = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
-    return search.adopt(setting, found, "steps", "steps alone", STEP_SHORTCUT_GAIN)
+    gain = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
+    return search.adopt(setting, gain, "steps", "steps alone", STEP_SHORTCUT_GAIN)
 
 
 def _smooth(search: Search) -> Asks[None]:
@@ -218,9 +215,9 @@ def _smooth(search: Search) -> Asks[None]:
         if waits <= max(_WAITS, starved + SMALLEST_GAIN) or rival is None:
             return
         tried.add(rival)
-        found = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
-        search.adopt(rival, found, "delivery", "full run", RUN_SHORTCUT_GAIN)
-        if found is None:
+        gain = yield from search.in_turn((rival, "run"), (best, "run"), "delivery")
+        search.adopt(rival, gain, "delivery", "full run", RUN_SHORTCUT_GAIN)
+        if gain is None:
             return
 
 
@@ -229,11 +226,10 @@ def _without_readers(search: Search) -> Asks[None]:
     best = search.best
     none = replace(best, workers=0)
     if 0 < best.workers <= _FEW_READERS and "workers" not in search.space.kept and not search.memory.obstacle(none):
-        found = yield from search.in_turn((none, "run"), (best, "run"), "delivery")
-        search.adopt(none, found, "delivery", "full run", RUN_SHORTCUT_GAIN)
+        gain = yield from search.in_turn((none, "run"), (best, "run"), "delivery")
+        search.adopt(none, gain, "delivery", "full run", RUN_SHORTCUT_GAIN)
 
 
 def does_not_fit(obstacle: str) -> str:
-    """Return the message for a config that does not fit into memory."""
     remedy = "lower training.workers, training.prefetch_factor or training.train_batch_size"
     return f"the config does not fit this machine: {obstacle}; {remedy}"

@@ -17,9 +17,8 @@ from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.experiments.tune.measurement import Planner, Result, SearchSpace, Setting, in_words
+from vesuvius.experiments.tune.measurement import Planner, PredictedMemory, Result, Risk, SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
-from vesuvius.experiments.tune.predict import ENDED_BY, PredictedMemory, Risk
 from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.report.curves import COLOURS
 from vesuvius.report.page import Bar, Bars, RunReport, Table, filled, in_one_unit
@@ -41,8 +40,6 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Option:
-    """A setting to choose."""
-
     name: str
     measured: bool  # whether full runs were measured; otherwise the figures are predicted
     samples_s: float | None  # None = not known, and so are the times
@@ -55,12 +52,12 @@ class Option:
     words: str  # reason for this option
 
 
-def build_options(found: Recommendation, search: Search, steps: int) -> list[Option]:
+def build_options(recommendation: Recommendation, search: Search, steps: int) -> list[Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
     `steps` are the optimizer steps of a full run.
     """
-    rates, memory, source, best, space = search.rates, search.memory, search.base, found.best, search.space
+    rates, memory, source, best, space = search.rates, search.memory, search.base, recommendation.best, search.space
 
     def rate(setting: Setting) -> float:
         return rates.expected("run", setting) or 0.0
@@ -101,38 +98,37 @@ def build_options(found: Recommendation, search: Search, steps: int) -> list[Opt
     return [option(name, *each) for name, each in chosen.items()]
 
 
-def headline(found: Recommendation, source: Setting) -> str:
-    """Return the result in one sentence, the gain first."""
-    if found.certainty == "none":
-        return f"No recommendation: {found.reason}"
-    if found.certainty == "unchanged":
-        return f"{'Keep the config' if found.complete else 'No gain found yet'}: {found.reason}"
-    gain, changes = found.gain, in_words(found.best, source)
+def headline(result: Recommendation, source: Setting) -> str:
+    """The result in one sentence, the gain first."""
+    if result.certainty == "none":
+        return f"No recommendation: {result.reason}"
+    if result.certainty == "unchanged":
+        return f"{'Keep the config' if result.complete else 'No gain found yet'}: {result.reason}"
+    gain, changes = result.gain, in_words(result.best, source)
     if gain is None:
-        times = "Speedup unknown" if found.predicted is None else f"{1 + found.predicted:.2f} times as fast"
+        times = "Speedup unknown" if result.predicted is None else f"{1 + result.predicted:.2f} times as fast"
         return f"{times}, predicted from readers and steps measured alone: {changes}"
     pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of trials"
     ends = " to ".join(f"{1 + end:.2f}" for end in gain.ends)
     proof = f"95 %: {ends}, {pairs}" if ends else f"{pairs}, no interval"
-    likely = "Likely " * (found.certainty == "likely")
+    likely = "Likely " * (result.certainty == "likely")
     return f"{likely}{1 + gain.gain:.2f} times as fast ({proof}): {changes}"
 
 
-def summary(found: Recommendation, search: Search) -> dict[str, str]:
+def summary(recommendation: Recommendation, search: Search) -> dict[str, str]:
     """Bottleneck of the baseline, what the tuned config lacks, and why the tune ended."""
     base = search.rates.of("run", search.base)
     alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
     lines = {"bottleneck before": (base[-1].text if base else "") or alone}
-    if found.written != found.best:
+    if recommendation.written != recommendation.best:
         lines["tuned config"] = "no change yet: it is not sure that B is faster than the config"
-    return lines | {"end of tuning": found.reason}
+    return lines | {"end of tuning": recommendation.reason}
 
 
 def trial_line(number_of: int, result: Result) -> str:
-    """The log line at the end of a trial."""
     begin = f"Trial {number_of} took {format_duration(result.seconds)}: "
     if result.ended != "ok":
-        return begin + _end_words(result)
+        return begin + result.end
     waited = "" if result.data_share is None else f", waited for data {format_percent(result.data_share)}"
     memory = "" if result.ram_bytes is None else f", {memory_words(result.ram_bytes, result.vram_bytes)}"
     return f"{begin}{format_number(result.rate)} samples/s{waited}{memory}"
@@ -147,35 +143,33 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     if obstacle := memory.obstacle(source):
         raise ConfigError(does_not_fit(obstacle))
     total, powers = source.global_batch, [1 << n for n in range(20)]
-    workers = [*(count for count in powers if count < space.most_workers), space.most_workers]
     requests = [count for count in powers if source.requests < count <= space.most_requests]
     sizes = [size for size in range(1, space.most_batch + 1) if total % size == 0]
     settings = (
         source,
-        *(replace(source, workers=count) for count in workers),
+        *(replace(source, workers=count) for count in powers if count < space.most_workers),
+        replace(source, workers=space.most_workers),
         *(replace(source, requests=count) for count in requests),
         *(replace(source, train_batch_size=size, accumulate_steps=total // size) for size in sizes),
     )
-    lines = []
-    for setting in dict.fromkeys(settings):
-        what, obstacle = " ".join(setting.overrides(source)) or "the unchanged config", memory.obstacle(setting)
-        words = memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting))
-        lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
-    return [
+    lines = [
         f"machine  {machine}{f'; {space.others}' if space.others else ''}",
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, "
         f"{format_count(space.most_workers, 'worker')}, {f'{space.most_requests} requests, ' if requests else ''}"
         f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
         f"budget   {format_duration(space.budget_s)}, {space.trial_s:.0f} s to measure in each trial; settings to try:",
-        *lines,
-        "dry run: the measurements decide which of these are tried; nothing was written",
     ]
+    for setting in dict.fromkeys(settings):
+        what, obstacle = " ".join(setting.overrides(source)) or "the unchanged config", memory.obstacle(setting)
+        words = memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting))
+        lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
+    return [*lines, "dry run: the measurements decide which of these are tried; nothing was written"]
 
 
 def build_page(
     name: str,
     directory: str,
-    found: Recommendation,
+    recommendation: Recommendation,
     search: Search,
     options: Sequence[Option],
     facts: Mapping[str, str],
@@ -184,8 +178,8 @@ def build_page(
 ) -> RunReport:
     """The page of a tune; `facts` are added to its summary, `commands` are to be typed next."""
     values = [
-        (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(found.best, knob)), why)
-        for knob, why in found.reasons.items()
+        (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(recommendation.best, knob)), why)
+        for knob, why in recommendation.reasons.items()
     ]
     rows = [
         (
@@ -196,7 +190,7 @@ def build_page(
             format_percent(result.data_share),
             format_gib(result.ram_bytes),
             f"{result.seconds:.0f}",
-            "" if result.ended == "ok" else _end_words(result),
+            "" if result.ended == "ok" else result.end,
             trial.why,
         )
         for index, (trial, result) in enumerate(zip(search.asked, search.results, strict=True))
@@ -211,10 +205,10 @@ def build_page(
     return RunReport(
         name=f"{name}: tune",
         directory=directory,
-        facts={**summary(found, search), **facts},
+        facts={**summary(recommendation, search), **facts},
         highlights=("bottleneck before", "tuned config"),
-        headline=headline(found, search.base),
-        tone="bad" if found.certainty == "none" else "" if found.certainty == "unchanged" else "good",
+        headline=headline(recommendation, search.base),
+        tone="bad" if recommendation.certainty == "none" else "" if recommendation.certainty == "unchanged" else "good",
         commands=tuple(commands),
         bars=_bars(options, search),
         tables=filled(*tables),
@@ -223,7 +217,6 @@ def build_page(
 
 
 def _bars(options: Sequence[Option], search: Search) -> Bars | None:
-    """Samples/s of the unchanged config and of the options that differ."""
     before = search.rates.expected("run", search.base)
     if not before:
         return None
@@ -252,10 +245,6 @@ def _option_table(options: Sequence[Option]) -> Table:
     return Table("Options", columns, tuple(rows), _NOTE)
 
 
-def _end_words(result: Result) -> str:
-    return f"ended by {ENDED_BY[result.ended]}: {result.cause}".removesuffix(": ")
-
-
 def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
     """`3 GiB of RAM, 40 GiB of VRAM`."""
     vram = "" if vram_bytes is None else f", {format_size(vram_bytes)} of VRAM"
@@ -263,7 +252,6 @@ def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
 
 
 def tuned_path(source: Path) -> Path:
-    """`configs/exp001_full.yaml` -> `configs/exp001_full.tuned.yaml`."""
     return source.with_name(f"{source.stem}.tuned{source.suffix or '.yaml'}")
 
 
@@ -272,15 +260,13 @@ def tuned_yaml(
 ) -> str:
     """The text of a config that extends the source (in the same folder) and reads as `wanted`.  Pure.
 
-    Args:
-        reasons: by full key (`training.workers`); others are "as set for the tune".
-        header: lines for the top, without `#`; one that begins with `MARK` comes before them.
+    `reasons` by full key (`training.workers`); others are "as set for the tune".  `header`: lines for the top.
     """
     first = f"{MARK} from {source_name}; tuning it again replaces this file."
     comments: dict[str, str] = {}
 
     def changed(before: BaseModel, after: BaseModel, above: str = "") -> BaseModel:
-        """Return only the fields that differ; a list is one value."""
+        """Only the fields that differ; a list is one value."""
         values: dict[str, Any] = {}
         for name in type(after).model_fields:
             old, new, path = getattr(before, name), getattr(after, name), f"{above}{name}"
@@ -310,14 +296,11 @@ def check_tunable(source: Path) -> None:
         raise ConfigError(
             f"{path} was not written by vesuvius tune (no '# {MARK}' at its top) and would be replaced; rename it"
         )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"{path.parent} is not writable, but the tuned config is written there; change its permissions"
-        )
+    if not os.access(folder := path.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"{folder} is not writable, but the tuned config is written there; change its permissions")
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a tune wrote the file."""
     begin = f"# {MARK}".encode()
     return path.is_file() and path.read_bytes()[: len(begin)] == begin
 

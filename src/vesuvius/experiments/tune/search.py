@@ -1,4 +1,4 @@
-"""The state of a search: the next trial, the trials so far, the best setting, the remaining budget.  Pure."""
+"""The state of a search: the next trial, the results so far, the best setting, the remaining budget.  Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vesuvius.experiments.paired import LOOKS, MIN_PAIRS_TO_WRITE, MOST_PAIRS, C
 from vesuvius.experiments.tune.measurement import (
     Knob,
     Planner,
+    PredictedMemory,
+    PredictedRates,
     Result,
     SearchSpace,
     Setting,
     TrialKind,
     in_words,
-    trainer_knobs,
 )
-from vesuvius.experiments.tune.predict import PredictedMemory, PredictedRates, death_text
 from vesuvius.runlog.units import format_duration
 
 Stage = Literal["baseline", "readers", "steps", "delivery", "confirm"]
@@ -60,7 +60,7 @@ class Search:
     def __init__(self, space: SearchSpace, planner: Planner, policy: Callable[[Search], Asks[None]]) -> None:
         self.space = space
         self.asked: list[Trial] = []  # all trials so far
-        self.results: list[Result] = []  # their measurements
+        self.results: list[Result] = []  # their results
         self.memory = PredictedMemory(space, planner, self.results)
         self.rates = PredictedRates(self.results)
         self.base = self.best = space.source
@@ -75,7 +75,6 @@ class Search:
 
     @property
     def left_s(self) -> float:
-        """Remaining seconds of the budget."""
         return self.space.budget_s - math.fsum(result.seconds for result in self.results)
 
     def tell(self, result: Result) -> None:
@@ -111,7 +110,7 @@ class Search:
         if result.ended == "ok":
             self._overhead_s[need] = max(self._overhead_s.get(need, 0.0), result.seconds - result.measured_s)
             return result
-        self.why_failed = death_text(result)
+        self.why_failed = result.failure
         if result.ended == "timeout" and limit_s == left_s:
             self.cut_short = f"the budget was spent: {self.why_failed}"
         return None
@@ -120,16 +119,17 @@ class Search:
         """Expected seconds of a trial: starting a process or readers as long as it took so far, and measuring."""
         need = self._need(setting, kind)
         other_s = self._overhead_s.get(need, _ASSUMED_S[need])
-        compiled = self.space.compiles
-        if need[0] and compiled(setting) and not any(compiled(b.setting) for b in self.results):
+        compiles = self.space.compiles
+        if need[0] and compiles(setting) and not any(compiles(r.setting) for r in self.results):
             other_s += _COMPILE_S
         rate = self.rates.expected(kind, setting)
         return other_s + max(self.space.trial_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
     def _need(self, setting: Setting, kind: TrialKind) -> tuple[bool, bool]:
         """Whether a trial needs a new process; and whether it is a full run, which first validates and saves."""
-        alike = bool(self.results) and trainer_knobs(self.results[-1].setting) == trainer_knobs(setting)
-        return not (alike and self.results[-1].ended == "ok"), kind == "run"
+        last = self.results[-1] if self.results else None
+        is_alive = last is not None and last.ended == "ok" and last.setting.of_trainer == setting.of_trainer
+        return not is_alive, kind == "run"
 
     def in_turn(
         self,
@@ -144,14 +144,14 @@ class Search:
         Pairs are appended to `pairs`.  To confirm a result, all are new: the trial that chose a setting flatters it.
         """
         pairs, words = [] if pairs is None else pairs, in_words(one[0], other[0])
-        at_once = STEP_SHORTCUT_GAIN if one[1] == "step" else RUN_SHORTCUT_GAIN
+        shortcut = STEP_SHORTCUT_GAIN if one[1] == "step" else RUN_SHORTCUT_GAIN
         while True:
-            found = compare(pairs) if pairs else None
-            if found is not None:
-                is_large = stage != "confirm" and len(pairs) == 2 and all(a > (1 + at_once) * b for a, b in pairs)
-                is_settled = len(pairs) in LOOKS and _is_gain_settled(found)
+            gain = compare(pairs) if pairs else None
+            if gain is not None:
+                is_large = stage != "confirm" and len(pairs) == 2 and all(a > (1 + shortcut) * b for a, b in pairs)
+                is_settled = len(pairs) in LOOKS and _is_gain_settled(gain)
                 if is_large or is_settled or len(pairs) >= most_pairs:
-                    return found
+                    return gain
             last = self.results[-1] if self.results else None
             at = (last.setting, last.kind) if last and last.ended == "ok" else None
             is_half = last and not pairs and at in (one, other) and stage != "confirm"  # of the first pair
@@ -160,7 +160,7 @@ class Search:
                 if each not in rates:
                     result = yield from self.measure(*each, stage, f"pair {len(pairs) + 1}: {words}")
                     if result is None:
-                        return found
+                        return gain
                     rates[each] = result.rate
             pairs.append((rates[one], rates[other]))
 
@@ -174,7 +174,7 @@ class Search:
         near: tuple[float, float],
         most: int,
     ) -> Asks[Comparison | None]:
-        """Return the gain over the best, which has a rate of `have`; None = the measurement failed.
+        """The gain over the best, which has a rate of `have`; None = the measurement failed.
 
         One trial is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
         """
@@ -200,7 +200,6 @@ class Search:
         return rate
 
     def note(self, stage: Stage, words: str) -> None:
-        """Note for the report a rejected setting, or why a stage ended."""
         self.notes.append((stage, words))
 
     def take(self, setting: Setting, why: str) -> None:
@@ -208,18 +207,18 @@ class Search:
         self.because |= dict.fromkeys(setting.changes(self.best), why)
         self.best = setting
 
-    def adopt(self, setting: Setting, found: Comparison | None, stage: Stage, measured: str, at_once: float) -> bool:
-        """Take a setting that is significantly faster, or faster by more than `at_once`; else note why not."""
-        if found is None:
+    def adopt(self, setting: Setting, gain: Comparison | None, stage: Stage, measured: str, shortcut: float) -> bool:
+        """Take a setting that is significantly faster, or faster by more than `shortcut`; else note why not."""
+        if gain is None:
             self.note(stage, f"{in_words(setting, self.best)} rejected: {self.why_failed}")
             return False
-        is_faster = found.is_above(0.0) or (found.low is None and found.gain > at_once)
-        if found.gain >= SMALLEST_GAIN and is_faster:
-            self.take(setting, f"{measured}: {found.text}")
+        is_faster = gain.is_above(0.0) or (gain.low is None and gain.gain > shortcut)
+        if gain.gain >= SMALLEST_GAIN and is_faster:
+            self.take(setting, f"{measured}: {gain.text}")
             return True
-        may_gain = found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(_LARGE_GAIN))
+        may_gain = gain.gain >= SMALLEST_GAIN or (gain.pairs > 1 and not gain.is_below(_LARGE_GAIN))
         more = "; a larger --budget may decide it" if may_gain else ""
-        self.note(stage, f"{in_words(setting, self.best)} rejected: {found.text}{more}")
+        self.note(stage, f"{in_words(setting, self.best)} rejected: {gain.text}{more}")
         return False
 
     def words(self) -> str:
@@ -228,8 +227,8 @@ class Search:
         return f"readers alone deliver {have:.3g} samples/s, the trainer alone takes {self.trainer_rate():.3g}"
 
 
-def _is_gain_settled(found: Comparison) -> bool:
+def _is_gain_settled(gain: Comparison) -> bool:
     """Whether a costlier setting is significantly faster, or its gain is too small and a large gain is excluded."""
-    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
+    if gain.is_above(0.0) or gain.is_below(SMALLEST_GAIN):
         return True
-    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(_LARGE_GAIN)
+    return (gain.gain < 0 or (gain.pairs >= 6 and gain.gain < SMALLEST_GAIN)) and gain.is_below(_LARGE_GAIN)

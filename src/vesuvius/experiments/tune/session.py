@@ -9,47 +9,38 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
-from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, EXIT_STOPPED, one_line, storage_errors
-from vesuvius.experiments.folder import locked, write_figures
-from vesuvius.experiments.machine import facts_of_this_place, machine_words, with_micro_batch
+from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, EXIT_STOPPED, ConfigError, one_line, storage_errors
+from vesuvius.experiments import machine
 from vesuvius.experiments.trainer import Trainer, next_number, trainer_config
+from vesuvius.experiments.tune import report
 from vesuvius.experiments.tune.measurement import (
     READER_KNOBS,
     Knob,
+    Planned,
     Planner,
     Result,
     SearchSpace,
     Setting,
     TrialKind,
     key_of,
-    trainer_knobs,
 )
 from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
-from vesuvius.experiments.tune.report import (
-    build_options,
-    build_page,
-    check_tunable,
-    headline,
-    memory_words,
-    plan_lines,
-    summary,
-    trial_line,
-    tuned_path,
-    tuned_yaml,
-)
 from vesuvius.experiments.tune.search import KINDS, Search
-from vesuvius.experiments.tune.survey import planner_of, survey
+from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.report.page import made_by, render_html, write_page
 from vesuvius.runlog.files import write_atomically
@@ -57,11 +48,22 @@ from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import TUNE, run_dir
 from vesuvius.runlog.units import format_duration
-from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.options import StreamOptions, check_store
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.forecast.memory_plan import max_indexable_batch
+from vesuvius.training.forecast.preflight import READERS_PER_CORE
+from vesuvius.training.forecast.run_plan import num_local_ranks, plan_run
 from vesuvius.training.ranks.share import single_rank_config
+from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StoppedError, StopRequest
 
 log = logging.getLogger(__name__)
+
+_MOST_PREFETCH = 16
+_MOST_REQUESTS = 256
+_TRIALS = 180  # trials that fit the budget; a third of it goes to starts and changes
+_SHORTEST_TRIAL_S, _LONGEST_TRIAL_S = 2.0, 30.0
+_OTHERS_OVER_S = 1.0
 
 
 class TrialRunner:
@@ -92,7 +94,7 @@ class TrialRunner:
         After `limit_s` the trainer is killed.  Raises StoppedError, and OSError if the disk cannot be written.
         """
         began, force, trainer = time.monotonic(), setting, self._trainer
-        starts = trainer is None or trainer.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
+        starts = trainer is None or trainer.wait(0) or setting.of_trainer != self._in_force.of_trainer
         if kind == "step":  # steps alone need no readers: keep or do not start them
             readers = {"workers": 0} if starts else {k: getattr(self._in_force, k) for k in READER_KNOBS}
             force = replace(setting, **readers)
@@ -107,26 +109,23 @@ class TrialRunner:
         self._commands += 1
         command = {"number": self._commands, "kind": kind, "seconds": seconds}
         command |= {knob: getattr(force, knob) for knob in READER_KNOBS}
-        records: list[Record] = []
+        measured: Record = {}
 
         def take(record: Record) -> bool:
             if record["kind"] == "trial" and record["number"] == command["number"]:
-                records.append(record)
-            return bool(records)
+                measured.update(record["figures"])
+            return bool(measured)
 
         trainer.tell(json.dumps(command))
         ended, cause = trainer.watch(take, limit_s, self._stopping)
-        result = Result(setting, kind, ended, cause, time.monotonic() - began)
+        result = Result(setting, kind, ended, cause, time.monotonic() - began, **measured)
         if ended != "ok":
             self._trainer = None
             return result
-        (record,) = records
         self._in_force = force
-        result = replace(result, **record["figures"])
         return result if force == setting else replace(result, ram_bytes=None)
 
     def close(self) -> None:
-        """End the trainer."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
@@ -134,8 +133,6 @@ class TrialRunner:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """The arguments of a tune."""
-
     # `source` with environment and overrides applied; one of several ranks is measured, with its share of the machine
     config: Config
     written: Config  # `source` alone
@@ -153,116 +150,158 @@ def tune(request: TuneRequest) -> int:
     is active or the tuned config could not be written, DataError and StorageError.
     """
     space, planner = _open(request)
-    directory = run_dir(request.config).path / TUNE
-    with locked(directory, "tune") as lock_fd:
+    run = run_dir(request.config)
+    directory = run.path / TUNE
+    with machine.locked(directory, "tune") as lock_fd:
         open_log(directory / "tune.log")
         stop, trials = StopRequest(None, "ending the trainer"), directory / "trials"
         runner = TrialRunner(single_rank_config(request.config), trials, lock_fd=lock_fd, stopping=stop.is_requested)
         with closing(runner), stop:
-            log.info("tuning %s on %s", request.source, machine_words())
-            _warn_of_neighbours(request.config, space)
+            log.info("tuning %s on %s", request.source, machine.machine_words())
+            if (session := read_session(run.session)) is not None and is_alive(session):
+                log.warning("the run %s is active on this machine: stop it for reliable figures", run.path)
+            if space.others:
+                log.warning("%s: measurements vary more, so tuning takes longer", space.others)
             search, why = Search(space, planner, policy), ""
             try:
                 _measure(search, runner, stop)
             except StoppedError as interrupted:
                 why = str(interrupted)
                 log.error("%s", why)
-            found = conclude(search, why)
-        _finish(request, search, found, directory)
+            recommendation = conclude(search, why)
+        _finish(request, search, recommendation, directory)
         if why:
             return stop.exit_code or EXIT_STOPPED
-        return EXIT_NO_RESULT if found.certainty == "none" else EXIT_OK
+        return EXIT_NO_RESULT if recommendation.certainty == "none" else EXIT_OK
 
 
 def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
-    """Measure all trials.  Raises StoppedError after a signal."""
     while (trial := search.trial) is not None:
         if stop.is_requested():
             raise StoppedError("interrupted between two trials")
         number, seconds = len(search.results), format_duration(trial.expected_s)
         log.info("Trial %d %s, %s: %s; about %s", number, trial.stage, KINDS[trial.kind], trial.why, seconds)
         result = runner.measure(trial.setting, trial.kind, search.space.trial_s, trial.limit_s)
-        log.log(logging.INFO if result.ended == "ok" else logging.WARNING, "%s", trial_line(number, result))
+        log.log(logging.INFO if result.ended == "ok" else logging.WARNING, "%s", report.trial_line(number, result))
         search.tell(result)
 
 
 def plan(request: TuneRequest) -> list[str]:
-    """Return the lines of `--dry-run`.  Writes nothing.  Raises as `tune`, and if the config does not fit."""
-    return plan_lines(*_open(request), machine_words())
+    """The lines of `--dry-run`.  Writes nothing.  Raises as `tune`, and if the config does not fit."""
+    return report.plan_lines(*_open(request), machine.machine_words())
 
 
 def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:
-    """The search space, and the planner of its memory.  Writes nothing."""
-    check_tunable(request.source)
+    report.check_tunable(request.source)
     config = request.config
     data = prepare_data(config.seed, config.data)
-    space = survey(with_micro_batch(config), data, budget_s=request.budget_s, keep=request.keep)
+    space = survey(machine.with_micro_batch(config), data, budget_s=request.budget_s, keep=request.keep)
     return space, planner_of(single_rank_config(config), data)
 
 
-def _finish(request: TuneRequest, search: Search, found: Recommendation, directory: Path) -> None:
-    """Write the report and the tuned config, and log the result."""
-    config, space, tuned = request.config, search.space, tuned_path(request.source)
-    options = build_options(found, search, config.horizon_steps) if found.certainty != "none" else []
-    commands = _next_commands(request, space, found, tuned)
+def _finish(request: TuneRequest, search: Search, recommendation: Recommendation, directory: Path) -> None:
+    config, space, tuned = request.config, search.space, report.tuned_path(request.source)
+    is_none = recommendation.certainty == "none"
+    options = [] if is_none else report.build_options(recommendation, search, config.horizon_steps)
     spent = f"{len(search.results)} trials in {format_duration(space.budget_s - search.left_s)}"
     facts = {
         "samples/s are of": "one rank" if config.training.ranks != 1 else "the run",
         "trials": f"{spent} of {format_duration(space.budget_s)}",
-        "memory limits": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
+        "memory limits": report.memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
         "other programs": space.others or "less than a tenth of the cores when tuning began",
-        **facts_of_this_place(),
+        **machine.facts_of_this_place(),
     }
-    made, head = made_by(request.command), headline(found, search.base)
-    page = build_page(
-        config.name, str(directory), found, search, options, facts, commands, dump_config(request.written)
-    )
+    made = made_by(request.command)
+    commands = _next_commands(request, space, recommendation, tuned)
+    text = dump_config(request.written)
+    page = report.build_page(config.name, str(directory), recommendation, search, options, facts, commands, text)
     write_page(directory, "report", render_html([page], made))
     figures = {
         "made": made,
         "facts": page.facts,
-        "recommendation": asdict(found),
+        "recommendation": asdict(recommendation),
         "options": [asdict(option) for option in options],
         "trials": [
             {"trial": asdict(trial), "result": asdict(result)}
             for trial, result in zip(search.asked, search.results, strict=True)
         ],
     }
-    write_figures(directory / "report.json", figures)
+    machine.write_figures(directory / "report.json", figures)
     # The tuned config includes overrides by the environment and the command line.
-    header = [f"{made[5:]}.", f"{head}.  {spent}.", f"Measured on: {facts['machine']}"]
-    why = {key_of(knob): reason for knob, reason in found.reasons.items()}
-    wanted = found.written.applied_to(config)
-    text = tuned_yaml(request.source.name, request.written, wanted, why, header)
+    header = [f"{made[5:]}.", f"{page.headline}.  {spent}.", f"Measured on: {facts['machine']}"]
+    why = {key_of(knob): reason for knob, reason in recommendation.reasons.items()}
+    wanted = recommendation.written.applied_to(config)
+    text = report.tuned_yaml(request.source.name, request.written, wanted, why, header)
     with storage_errors(f"the tuned config {tuned}", "free some space or correct the permissions"):
         write_atomically(tuned, text.encode())
-    log.log(logging.ERROR if found.certainty == "none" else logging.INFO, "%s", head)
-    for label, words in (*summary(found, search).items(), *found.reasons.items()):
+    log.log(logging.ERROR if is_none else logging.INFO, "%s", page.headline)
+    for label, words in (*report.summary(recommendation, search).items(), *recommendation.reasons.items()):
         log.info("%s: %s", label, words)
     log.info("report: %s", directory / "report.html")
     for command in commands:
         log.info("Next: %s", command)
 
 
-def _next_commands(request: TuneRequest, space: SearchSpace, found: Recommendation, tuned: Path) -> list[str]:
+def _next_commands(request: TuneRequest, space: SearchSpace, recommendation: Recommendation, tuned: Path) -> list[str]:
     """The commands to type next: train with the tuned config and, if the result is not sure, a longer tune."""
     resume = ["--resume"] if run_dir(request.config).exists() else []
     run = shlex.join(["vesuvius", "train", "--config", str(tuned), *resume])
-    if found.certainty == "sure" or (found.certainty == "unchanged" and found.complete):
+    certainty = recommendation.certainty
+    if certainty == "sure" or (certainty == "unchanged" and recommendation.complete):
         return [run]
     budget = f"{math.ceil(2 * space.budget_s / 60)}m"
     again = ["vesuvius", "tune", "--config", str(request.source), *request.overrides, "--budget", budget]
     again += ["--keep", ",".join(request.keep)] if request.keep else []
-    if found.certainty == "none":
-        return [shlex.join(again)]
-    return [f"{shlex.join(again)}  # more certain", run]
+    return [shlex.join(again)] if certainty == "none" else [f"{shlex.join(again)}  # more certain", run]
 
 
-def _warn_of_neighbours(config: Config, space: SearchSpace) -> None:
-    """Warn if the run itself or other programs distort the measurements."""
-    run = run_dir(config)
-    session = read_session(run.session)
-    if session is not None and is_alive(session):
-        log.warning("the run %s is active on this machine: stop it for reliable figures", run.path)
-    if space.others:
-        log.warning("%s: measurements vary more, so tuning takes longer", space.others)
+def survey(config: Config, data: PreparedData, *, budget_s: float, keep: Sequence[Knob] = ()) -> SearchSpace:
+    """The search space of one rank, with its share of this machine.  Does I/O; uses no GPU."""
+    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", num_local_ranks(config)
+    cores = usable_cores(os.getpid()) / ranks
+    busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)  # before the tune starts anything
+    used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100
+    remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
+    return SearchSpace(
+        source=source,
+        budget_s=budget_s,
+        trial_s=min(max(budget_s / _TRIALS, _SHORTEST_TRIAL_S), _LONGEST_TRIAL_S),
+        most_workers=_most_workers(config, data, cores, remote, ranks),
+        most_prefetch=max(_MOST_PREFETCH, source.prefetch_factor),
+        most_requests=max(_MOST_REQUESTS, source.requests) if remote else source.requests,
+        most_batch=min(source.global_batch, max(max_indexable_batch(config), source.train_batch_size)),
+        ram_limit_bytes=machine.ram_left(config) // ranks,
+        vram_limit_bytes=machine.vram_left() if on_gpu else None,
+        kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),
+        others=others_text(min(used, cores * ranks), cores * ranks),
+    )
+
+
+def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool, ranks: int) -> int:
+    """The maximum number of readers: one per core (several on a remote store), limited by /dev/shm."""
+    source = config.training.workers
+    most = max(source, int(cores * (READERS_PER_CORE if remote else 1)), 1)
+    while most > source:
+        options = replace(StreamOptions.from_config(config.training, config.cluster), workers=most)
+        try:
+            check_store(data.job, options, ranks)
+            return most
+        except ConfigError:
+            most -= 1
+    return most
+
+
+def planner_of(config: Config, data: PreparedData) -> Planner:
+    """A cached predictor of the memory of each setting of one rank; a prediction takes up to seconds.
+
+    Volumes are not kept in memory, as they give way to readers.
+    """
+    config = config.model_copy(update={"data": config.data.model_copy(update={"resident": 0})})
+
+    @cache
+    def planned(setting: Setting) -> Planned:
+        wanted = setting.applied_to(config)
+        ram_bytes, vram_bytes = machine.planned_bytes(wanted, data)
+        return Planned(ram_bytes, max(plan_run(wanted, data).ram_bytes - ram_bytes, 0), vram_bytes)
+
+    return planned

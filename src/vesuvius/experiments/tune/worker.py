@@ -22,7 +22,15 @@ import torch
 
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
-from vesuvius.experiments.steady import KERNEL_STEPS, TrialLength, Warmup, is_settled, reader_limited_s
+from vesuvius.experiments.steady import (
+    KERNEL_STEPS,
+    TrialLength,
+    Warmup,
+    cycle_of,
+    is_settled,
+    reader_limited_s,
+    reader_times,
+)  # fmt: skip
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
@@ -48,19 +56,19 @@ _STEPS_MOST = 2_500  # steps per piece
 _IDLE_CORES, _IDLE_OVER_S = 0.1, 1.1
 
 Figures = dict[str, Any]
-Command = dict[str, Any]
-"""`number`, `kind` (a `TrialKind`), `seconds` to measure, and the reader knobs to apply."""
 
 
 class CommandPipe:
-    """Commands from standard input.  When it closes, this process gets SIGTERM, and later exits."""
+    """Commands from standard input: `number`, `kind` (a `TrialKind`), `seconds` to measure, and the reader knobs.
+
+    When it closes, this process gets SIGTERM, and later exits.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Command] = SimpleQueue()
+        self._queue: SimpleQueue[dict[str, Any]] = SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def next(self, stopping: Callable[[], bool]) -> Command | None:
-        """Wait for the next command; None if `stopping`."""
+    def next(self, stopping: Callable[[], bool]) -> dict[str, Any] | None:
         while not stopping():
             try:
                 return self._queue.get(timeout=_POLL_S)
@@ -92,16 +100,18 @@ class TuneWorker:
         self._script = self._measure()
 
     def __call__(self) -> None:
-        """Run until the next step."""
         self._sample_memory()
         next(self._script, None)
 
     def _measure(self) -> Generator[None]:
-        """Measure commanded trials; yield before each step."""
         run = self._loop.run
         try:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
-                self._bring_into_force(command)
+                if (knobs := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
+                    run.watchdog.expects("batch", "the readers to start")
+                    self._stream.reconfigure(**knobs)  # raises ConfigError if impossible, which ends this trainer
+                    self._loop.monitor.readers_changed()
+                    self._begin_with_readers(knobs)
                 match command["kind"]:
                     case "run":
                         figures = yield from self._run(command["seconds"])
@@ -116,16 +126,7 @@ class TuneWorker:
         except StreamInterrupted:
             return
 
-    def _bring_into_force(self, command: Command) -> None:
-        """Change the readers if they differ.  Raises ConfigError if that is impossible, which ends this trainer."""
-        if (wanted := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
-            self._loop.run.watchdog.expects("batch", "the readers to start")
-            self._stream.reconfigure(**wanted)
-            self._loop.monitor.readers_changed()
-            self._begin_with_readers(wanted)
-
     def _begin_with_readers(self, knobs: dict[str, int]) -> None:
-        """Remember the knobs and the start of the current readers."""
         self._in_force = knobs
         self._began_at, self._before = self._loop.run.progress.sample_index, self._stream.reader_totals
         self._ram_bytes, self._looked = 0, time.time()
@@ -142,7 +143,7 @@ class TuneWorker:
             self._rehearsed, kernel_steps = True, KERNEL_STEPS
         self._fill()
         batch = run.config.global_batch
-        warmup = Warmup.of(loop.job, self._stream.options, run.config.training.accumulate_steps, batch)
+        warmup = Warmup.of(loop.job.plan, self._stream.options, run.config.training.accumulate_steps, batch)
         began, step = time.monotonic(), run.progress.step
         # A trainer that is slower than its readers never drains what is ready.
         while (made := run.progress.step - step) < kernel_steps or (
@@ -152,7 +153,7 @@ class TuneWorker:
         self._reporter.report(wait=True)
         self._reporter.verdicts.restart(run.progress.step)
         began, totals, first = time.monotonic(), self._stream.reader_totals, run.progress.sample_index
-        length = TrialLength(batch, self._cycle, seconds)
+        length = self._length(batch, seconds)
         yield
         while not length.is_over(run.progress.sample_index - first, time.monotonic() - began):
             yield
@@ -178,7 +179,7 @@ class TuneWorker:
         while stream.feeder_stats.empty_queue_hits == empty and time.monotonic() - began < seconds:
             self._take_batch()
         began, totals, first = time.monotonic(), stream.reader_totals, progress.sample_index
-        length = TrialLength(options.batch_size, self._cycle, seconds)
+        length = self._length(options.batch_size, seconds)
         while not length.is_over(progress.sample_index - first, time.monotonic() - began):
             self._take_batch()
         return self._figures(totals, progress.sample_index - first, time.monotonic() - began)
@@ -190,7 +191,6 @@ class TuneWorker:
         self._wait_until_idle(seconds)
 
         def steps(count: int) -> float:
-            """Seconds of `count` steps, including the device's work."""
             synchronize(device)
             began = time.monotonic()
             for step in range(loop.run.progress.step, loop.run.progress.step + count):
@@ -210,7 +210,6 @@ class TuneWorker:
         return {"samples": len(took) * piece * config.global_batch, "measured_s": math.fsum(took)}
 
     def _take_batch(self) -> TrainingBatch:
-        """Return the next batch, on the device."""
         self._loop.run.watchdog.expects("batch", self._stream.waiting_for)
         batch = self._loop.batches.next(HostClock())
         self._loop.run.progress.sample_index += len(batch.indices)
@@ -228,12 +227,8 @@ class TuneWorker:
         self._loop.guard_actions.execute(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
         self._sample_memory()
 
-    @property
-    def _cycle(self) -> int:
-        """Samples after which bursts repeat: each reader has delivered a task, in full rounds of the plan."""
-        plan = self._loop.job.plan
-        samples = max(self._stream.options.workers, 1) * plan.samples_per_task
-        return -(-samples // plan.regions_in_flight) * plan.regions_in_flight
+    def _length(self, batch: int, seconds: float) -> TrialLength:
+        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.workers), seconds)
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight."""
@@ -258,14 +253,11 @@ class TuneWorker:
 
     def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
         """The measurement; samples read ahead count with the time that the readers need for them."""
-        plan, now = self._loop.job.plan, self._stream.reader_totals
-        reader_s, decode_s = None, None
+        plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.workers
         # The cold start of the readers counts only if nothing was read later.
         before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
-        if read := (now.blocks - before.blocks) * plan.patches_per_region:
-            decode_s = (now.decode_s - before.decode_s) / read
-            reader_s = decode_s + ((now.read_s or 0.0) - (before.read_s or 0.0)) / read
-        measured_s = reader_limited_s(samples, took_s, reader_s, self._stream.options.workers)
+        reader_s, decode_s = reader_times(before, now, plan.patches_per_region) or (None, None)
+        measured_s = reader_limited_s(samples, took_s, reader_s, workers)
         return {"samples": samples, "measured_s": measured_s, "reader_s": reader_s, "decode_s": decode_s}
 
     def _sample_memory(self) -> None:
