@@ -1,21 +1,19 @@
-"""Compare our U-Net with its peers on a CPU: bytes kept for the backward pass and seconds per training step.
+"""Compare our U-Net with MONAI's on a CPU: bytes kept for the backward pass and seconds per training step.
 
     python tools/bench/model.py                                   # batch 2 of 1x32x64x64, 7.2 M parameters: 3 minutes
     python tools/bench/model.py --switches                        # also ours with each of its switches
     python tools/bench/model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 155 M
-    python tools/bench/model.py --systems ours,monai --repeats 3 --json bench.json
 
-ours, plain, monai, diffusers: see `networks.py`; all in float32, with the number of parameters of MONAI's U-Net
-of 32, 64 and 128 channels, within 3 %, matched by the widths of the others.  Ours keeps the proportions of
-the default model (1 : 2 : 4, a full-resolution block of a quarter of the first).
+ours: `UNet`.  plain: the same without stem and full-resolution block, all levels at full width from the first voxel on.
+monai: `DiffusionModelUNet(use_flash_attention=True)` with attention at its lowest level (pip install monai).  All have
+the number of parameters of MONAI's U-Net of 32, 64 and 128 channels, within 3 %, by their widths.
 
-A step is forward, mean squared error and backward; no optimizer, whose share is the same for all.  Each measurement is
-a separate process: one warm-up step, then the median of `--steps` steps.  Systems take turns, `--repeats` times,
-in a rotating order; figures are medians with minimum and maximum over the processes.  Saved bytes are those that
-autograd's saved-tensor hooks see in one more step: storages once, without parameters.  CPU seconds are those of all
-threads; if other programs run, compare CPU seconds, with --threads 1.
+A step is forward, mean squared error and backward in float32; no optimizer.  Each measurement is a process: one warm-up
+step, then the median of `--steps` steps.  Systems take turns; figures are medians with the extremes.  Saved bytes are
+those that autograd's saved-tensor hooks see in one more step: storages once, without parameters.  CPU seconds are those
+of all threads; if other programs run, compare CPU seconds, with --threads 1.
 
---full-size: the same bytes for the real default model at 72x136x136, traced, without memory and without computing.
+--full-size: the same bytes for the default model at 72x136x136, traced, without memory and without computing.
 """
 
 from __future__ import annotations
@@ -23,93 +21,212 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is shared with other tools
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
+import torch
 from bench.machine import describe_machine
-from bench.networks import (
-    FULL_MONAI,
-    FULL_OURS,
-    FULL_PATCH,
-    FULL_PLAIN,
-    MONAI_BLOCKS,
-    Spec,
-    build,
-    count_parameters,
-    experiment,
-    matched,
-    saved_bytes,
-    saved_bytes_without_memory,
-)
+from bench.pairs import ratios, spread, turns
 from gpu.report import GIB, cell, print_markdown
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from vesuvius.commands.cli import triple
-from vesuvius.config import Triple
-from vesuvius.errors import one_line
+from vesuvius.config import Config, ModelConfig, Triple
+from vesuvius.diffusion.network.unet import UNet
+from vesuvius.training.step.setup import build_meta_network, build_network, execution
 
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "numpy", "monai", "diffusers", "einops")
 MIB = 2**20
-WARM_UP_STEPS = 1
-FIGURES = ("step_s", "step_cpu_s", "saved_bytes")
-# As `vesuvius train`: unbounded spinning makes a step ten times as long while another process is busy.
-SPIN = {"GOMP_SPINCOUNT": "10000"}
+LARGEST_DEVIATION = 0.03  # relative difference of parameters that counts as equal
+LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths
 
-OURS = Spec("ours", "vesuvius", (28, 56, 112), {"full_res_channels": 14, "attention_heads": 4})
-PLAIN = Spec(
-    "plain", "vesuvius", (28, 56, 112), {"stem_stride": (1, 1, 1), "full_res_channels": 0, "attention_heads": 4}
+
+@dataclass(frozen=True)
+class Spec:
+    """A network as plain data."""
+
+    name: str
+    kind: Literal["vesuvius", "monai"]
+    channels: tuple[int, ...]  # width of each level, finest first
+    architecture: dict[str, Any] = field(default_factory=dict)  # of `ModelConfig`, or MONAI's arguments
+    switches: dict[str, Any] = field(default_factory=dict)  # of `TrainingConfig`; MONAI: `channels_last`
+    steps: tuple[int, int] = (4, 4)  # the first width is a multiple of the first number, the last width of the second
+
+    def with_channels(self, channels: tuple[int, ...]) -> Spec:
+        """A copy with other widths; a full-resolution block of ours stays half as wide as the first level."""
+        architecture = dict(self.architecture)
+        if architecture.get("full_res_channels"):
+            architecture["full_res_channels"] = channels[0] // 2
+        return dataclasses.replace(self, channels=channels, architecture=architecture)
+
+    def switched(self, **switches: Any) -> Spec:
+        """A copy that is computed differently."""
+        words = ", ".join(f"{key} {value}" for key, value in switches.items())
+        return dataclasses.replace(self, name=f"{self.name}, {words}", switches=switches)
+
+
+def _monai(name: str, channels: tuple[int, ...], blocks: int, group: int, steps: tuple[int, int]) -> Spec:
+    blocks_of = {"num_res_blocks": blocks, "num_head_channels": group, "norm_num_groups": group}  # divide the widths
+    return Spec(name, "monai", channels, blocks_of, steps=steps)
+
+
+_NO_STEM = {"stem_stride": (1, 1, 1), "full_res_channels": 0, "attention_heads": 4}
+SYSTEMS = {
+    "ours": Spec("ours", "vesuvius", (28, 56, 112), {"full_res_channels": 14, "attention_heads": 4}),
+    "plain": Spec("plain", "vesuvius", (28, 56, 112), _NO_STEM),
+    "monai": _monai("monai", (32, 64, 128), 1, 32, (32, 32)),
+}
+FULL_PATCH, DEFAULT_MODEL = (72, 136, 136), ModelConfig()
+_HEADS = {"attention_heads": DEFAULT_MODEL.attention_heads}
+FULL_OURS = Spec(
+    "ours", "vesuvius", DEFAULT_MODEL.channels, _HEADS | {"full_res_channels": DEFAULT_MODEL.full_res_channels}
 )
-MONAI = Spec("monai", "monai", (32, 64, 128), {"num_res_blocks": 1, **MONAI_BLOCKS}, steps=(32, 32))
-# 4 heads, as ours: what the constructor calls attention_head_dim is the number of heads in its blocks.
-DIFFUSERS = Spec(
-    "diffusers",
-    "diffusers",
-    (32, 64, 128),
-    {"layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 32, "attention_head_dim": 4},
-    steps=(8, 8),
-)
-SYSTEMS = {spec.name: spec for spec in (OURS, PLAIN, MONAI, DIFFUSERS)}
+# With 4 levels, MONAI's attention sees 9x17x17 voxels of the default patch, as in ours; with 3, 18x34x34.
+FULL_PEERS = [
+    Spec("plain", "vesuvius", (64, 128, 256, 512), _NO_STEM | _HEADS, {}, (8, 8)),
+    _monai("monai, 4 levels", (64, 128, 256, 512), 2, 16, (32, 16)),
+    _monai("monai, 3 levels", (128, 256, 512), 2, 16, (32, 16)),
+]
+LEVELS = [{"checkpoint_levels": (0,)}, {"checkpoint_levels": (0, 1)}]
+NOT_RECOMPUTED = {"recompute_norm": False}
+LAST = {"channels_last": True}
+SWITCHES = [NOT_RECOMPUTED, LAST, LAST | NOT_RECOMPUTED, *LEVELS]
 
 
-def switched(spec: Spec, compiled: bool) -> list[Spec]:
-    """Ours with one switch at a time changed from its default, and together if they affect the same kernels."""
-    specs = [
-        spec.with_switches("ours, recompute_norm off", recompute_norm=False),
-        spec.with_switches("ours, channels_last", channels_last=True),
-        spec.with_switches("ours, channels_last, recompute_norm off", channels_last=True, recompute_norm=False),
-        spec.with_switches("ours, checkpoint_levels [0]", checkpoint_levels=(0,)),
-        spec.with_switches("ours, checkpoint_levels [0, 1]", checkpoint_levels=(0, 1)),
-    ]
-    return [*specs, spec.with_switches("ours, compile", compile=True)] if compiled else specs
+# ---- the networks
 
 
-# ---- the child: one measurement
+def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1) -> Config:
+    """The config of a run of this network; with cosine noise ours sees one channel, as MONAI's does."""
+    any_patch = {"stem_stride": (1, 1, 1), "full_res_channels": 0, "attention_heads": 0}
+    model = (
+        {"channels": spec.channels} | spec.architecture if spec.kind == "vesuvius" else {"channels": (4,)} | any_patch
+    )
+    return Config.model_validate(
+        {
+            "name": "compare",
+            "data": {
+                "volumes": ({"path": "none"},),
+                "patch_size": patch_zyx,
+                "augment": {"rot90": patch_zyx[1] == patch_zyx[2]},
+            },
+            "training": {"train_batch_size": batch, "channels_last": False, "compile": False} | spec.switches,
+            "diffusion": {"noise": "cosine"},
+            "model": model,
+        }
+    )
 
 
-def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int | None) -> Row:
-    """Measure seconds of each step and the saved bytes of one, in this process."""
-    import torch
-    from torch import Tensor
-    from torch.nn import functional
+def build(spec: Spec, config: Config, device: torch.device) -> nn.Module:
+    """The network, called with x [B, 1, Z, Y, X] and t [B]; on the meta device it has no memory for its weights."""
+    if spec.kind == "vesuvius":
+        return build_meta_network(config) if device.type == "meta" else build_network(config, device)
+    from monai.networks.nets import DiffusionModelUNet
 
-    if threads:
-        torch.set_num_threads(threads)
-    config = experiment(spec, patch_zyx, batch)
-    network = build(spec, config, torch.device("cpu"))
+    with device:
+        network: nn.Module = DiffusionModelUNet(
+            spatial_dims=3,
+            in_channels=1,
+            out_channels=1,
+            channels=spec.channels,
+            attention_levels=(False,) * (len(spec.channels) - 1) + (True,),
+            use_flash_attention=True,
+            **spec.architecture,
+        )
+    return network.to(memory_format=torch.channels_last_3d) if config.training.channels_last else network
+
+
+def count_parameters(spec: Spec) -> int:
+    """Trainable weights, without memory for them."""
+    network = build(spec, experiment(spec, (64, 64, 64)), torch.device("meta"))
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+def matched(spec: Spec, parameters: int) -> Spec:
+    """The spec with the widths that come nearest to `parameters`.
+
+    The proportions stay, except that the last level may deviate by up to 12 %: of the widths within 3 %, those nearest
+    to the proportions are taken, or, if there are none, those nearest in parameters.
+    """
+    first_step, last_step = spec.steps
+    proportion = [width / spec.channels[0] for width in spec.channels]
+    # Almost all weights grow with the square of the width.
+    guess = spec.channels[0] * math.sqrt(parameters / count_parameters(spec)) / first_step
+    found: list[tuple[float, float, Spec]] = []
+    for first in {max(1, math.floor(guess) + offset) * first_step for offset in (-1, 0, 1, 2)}:
+        inner = [round(first * factor) for factor in proportion[:-1]]
+        ideal = first * proportion[-1]
+        lowest, highest = ideal * (1 - LAST_LEVEL_RANGE), ideal * (1 + LAST_LEVEL_RANGE)
+        for last in range(math.ceil(lowest / last_step) * last_step, math.floor(highest) + 1, last_step):
+            candidate = spec.with_channels((*inner, last))
+            deviation = abs(count_parameters(candidate) / parameters - 1)
+            found.append((max(deviation, LARGEST_DEVIATION), abs(last / ideal - 1) + deviation, candidate))
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+# ---- figures
+
+
+def saved_bytes(network: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes that autograd keeps between `forward` and its backward pass; inputs count, parameters do not."""
+    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out  # until here the graph kept every storage, so that no address was used twice
+    return sum(kept.values())
+
+
+def saved_bytes_without_memory(spec: Spec, amp: Literal["off", "bf16"], batch: int) -> int:
+    """The saved bytes of patches of the default size, traced with tensors that have shapes only, for CPU kernels.
+
+    CUDA's autocast computes GroupNorm in float32, the CPU's in bfloat16: MONAI's network, which leaves its norms to
+    autocast, keeps more on a GPU than this returns.
+    """
+    config = experiment(spec, FULL_PATCH)
+    with FakeTensorMode():
+        if spec.kind == "vesuvius":  # its own initial weights have values, which these tensors do not have
+            network: nn.Module = UNet(config.model, execution=execution(config.training))
+        else:
+            network = build(spec, config, torch.device("cpu"))
+        x, t = torch.empty(batch, 1, *FULL_PATCH), torch.zeros(batch, dtype=torch.int64)
+
+        def forward() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16) if amp == "bf16" else nullcontext():
+                out = network(x, t)
+            return functional.mse_loss(out.float(), torch.empty_like(x))
+
+        return saved_bytes(network, forward)
+
+
+def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int) -> Row:
+    """Seconds and CPU seconds of a step, and its saved bytes, in this process."""
+    network = build(spec, experiment(spec, patch_zyx, batch), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, batch, 1, *patch_zyx, generator=generator).unbind(0)
     t = torch.arange(batch) * 1000 // batch
@@ -118,232 +235,125 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int 
         return functional.mse_loss(network(x, t), target)
 
     seconds, cpu_seconds = [], []
-    for _ in range(WARM_UP_STEPS + steps):
+    for _ in range(1 + steps):
         started, cpu_started = time.perf_counter(), time.process_time()
         forward().backward()
         seconds.append(time.perf_counter() - started)
         cpu_seconds.append(time.process_time() - cpu_started)
         network.zero_grad(set_to_none=True)
-    return {
-        "step_s": statistics.median(seconds[WARM_UP_STEPS:]),
-        "step_cpu_s": statistics.median(cpu_seconds[WARM_UP_STEPS:]),
-        "saved_bytes": saved_bytes(network, forward),
-    }
+    saved = saved_bytes(network, forward)
+    return {"s": statistics.median(seconds[1:]), "cpu_s": statistics.median(cpu_seconds[1:]), "saved_bytes": saved}
 
 
-def measure_here(result: Path, spec: dict[str, Any], *arguments: Any) -> int:
-    """Write one measurement as JSON, or print the error.  Returns the exit code."""
-    try:
-        result.write_text(json.dumps(measure(Spec(**spec), *arguments)))
-    except Exception as error:
-        traceback.print_exc()
-        print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
-        return 1
-    return 0
-
-
-# ---- the parent: takes turns
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the table: the figures of each repeat, and the error, if any."""
-
-    spec: Spec
-    parameters: int
-    samples: list[Row] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
-def measure_in_turn(entries: Sequence[Entry], arguments: argparse.Namespace) -> None:
-    """Fill the entries, one process at a time.  An entry that failed is not tried again."""
-    for repeat in range(arguments.repeats if entries else 0):
-        shift = repeat % len(entries)
-        for entry in [*entries[shift:], *entries[:shift]]:
-            if not entry.errors:
-                _measure_once(entry, arguments)
-                outcome = entry.errors[-1] if entry.errors else f"{entry.samples[-1]['step_s']:.3f} s a step"
-                print(f"  {repeat + 1}/{arguments.repeats} {entry.spec.name}: {outcome}", file=sys.stderr)
-
-
-def _measure_once(entry: Entry, arguments: argparse.Namespace) -> None:
-    what = (dataclasses.asdict(entry.spec), arguments.patch, arguments.batch, arguments.steps, arguments.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, __file__, f"--measure={what!r}", f"--result={result}"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=arguments.timeout, env=SPIN | os.environ
-            )
-        except subprocess.TimeoutExpired:
-            entry.errors.append(f"no result within {arguments.timeout:.0f} s")
-            return
-        if done.returncode == 0:
-            entry.samples.append(json.loads(result.read_text()))
-            return
-    sys.stderr.write(done.stderr)
-    entry.errors.append((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
-
-
-def make_entries(arguments: argparse.Namespace) -> list[Entry]:
-    """The systems asked for, at the parameters of MONAI's U-Net, or of ours if MONAI is not installed."""
-    reference = MONAI if importlib.util.find_spec("monai") else OURS
-    parameters = count_parameters(reference)
-    print(f"equal parameters: those of {reference.name} {reference.channels}, {parameters}", file=sys.stderr)
-    entries = []
-    for name in arguments.systems:
-        if importlib.util.find_spec(SYSTEMS[name].kind) is None:
-            entries.append(Entry(SYSTEMS[name], 0, errors=[f"{SYSTEMS[name].kind} is not installed"]))
-            continue
+def measured_rows(args: argparse.Namespace) -> list[Row]:
+    """Measure each system in processes of its own, in turns, at MONAI's parameters (at ours without MONAI)."""
+    reference = SYSTEMS["monai" if find_spec("monai") else "ours"]
+    parameters, specs = count_parameters(reference), []
+    for name in args.systems:
         spec = SYSTEMS[name] if name == reference.name else matched(SYSTEMS[name], parameters)
-        variants = switched(spec, arguments.compile) if name == "ours" and arguments.switches else []
-        if name == "monai" and arguments.switches:
-            variants = [spec.with_switches("monai, channels_last", channels_last=True)]
-        entries += [Entry(variant, count_parameters(variant)) for variant in [spec, *variants]]
-    return entries
-
-
-# ---- figures
-
-
-def make_rows(entries: Sequence[Entry], about: Row) -> list[Row]:
-    """One row per entry: medians, ranges, and the ratios of seconds and of bytes to MONAI's."""
-    rows: list[Row] = []
-    for entry in entries:
-        row: Row = {"system": entry.spec.name, **dataclasses.asdict(entry.spec), "parameters": entry.parameters}
-        row |= {**about, "repeats": len(entry.samples), "missing": "; ".join(entry.errors) or None}
-        for name in FIGURES:
-            values = [sample[name] for sample in entry.samples]
-            row[name] = statistics.median(values) if values else None
-            row[f"{name}_range"] = [min(values), max(values)] if values else None
+        switches = {"ours": SWITCHES, "monai": [LAST]}.get(name, []) if args.switches else []
+        specs += [spec, *(spec.switched(**each) for each in switches)]
+    found: dict[str, list[Row]] = {spec.name: [] for spec in specs}
+    by_name = {spec.name: spec for spec in specs}
+    for number, name in turns(list(found), args.repeats):
+        what = repr((dataclasses.asdict(by_name[name]), args.patch, args.batch, args.steps, args.threads))
+        done = subprocess.run([sys.executable, __file__, "--measure", what], check=True, stdout=subprocess.PIPE)
+        found[name].append(json.loads(done.stdout))
+        print(f"  {number + 1}/{args.repeats} {name}: {found[name][-1]['s']:.3f} s a step", file=sys.stderr)
+    rows = []
+    for spec in specs:
+        row: Row = {"system": spec.name, "channels": _widths(spec), "parameters": count_parameters(spec)}
+        for key in ("saved_bytes", "s", "cpu_s"):
+            row[key] = [each[key] for each in found[spec.name]]
+            row[f"{key}_to_monai"] = "-"
+            if "monai" in found:
+                of_monai = [each[key] for each in found["monai"]]
+                row[f"{key}_to_monai"] = f"{statistics.median(ratios(row[key], of_monai)):.2f}"
         rows.append(row)
-    reference = next((row for row in rows if row["system"] == "monai" and row["repeats"]), None)
-    for row in rows:
-        both = reference if row["repeats"] else None
-        for name in FIGURES:
-            row[f"{name}_to_monai"] = both and row[name] / both[name]
     return rows
 
 
 def full_size_rows() -> list[Row]:
     """Saved bytes of the first and of each further patch of the default model, its variants and its peers."""
-    parameters = count_parameters(FULL_OURS)
-    peers = [FULL_PLAIN, *(FULL_MONAI.values() if importlib.util.find_spec("monai") else [])]
-    # Which bytes are kept does not depend on their order in memory.
-    variants = [spec for spec in switched(FULL_OURS, compiled=False) if "channels_last" not in spec.switches]
-    specs = [FULL_OURS, *variants, *(matched(peer, parameters) for peer in peers)]
-    rows = []
-    for spec in specs:
+    parameters, rows = count_parameters(FULL_OURS), []
+    peers = [peer for peer in FULL_PEERS if peer.kind == "vesuvius" or find_spec("monai")]
+    variants = [FULL_OURS.switched(**each) for each in (NOT_RECOMPUTED, *LEVELS)]
+    for spec in [FULL_OURS, *variants, *(matched(peer, parameters) for peer in peers)]:
         print(f"  tracing {spec.name} {spec.channels}", file=sys.stderr)
-        row: Row = {"system": spec.name, **dataclasses.asdict(spec), "parameters": count_parameters(spec)}
+        row: Row = {"system": spec.name, "channels": _widths(spec), "parameters": count_parameters(spec)}
         for amp in ("bf16", "off"):
-            first, both = (saved_bytes_without_memory(spec, FULL_PATCH, amp, batch) for batch in (1, 2))
+            first, both = (saved_bytes_without_memory(spec, amp, batch) for batch in (1, 2))
             row |= {f"saved_bytes_{amp}": first, f"saved_bytes_per_further_patch_{amp}": both - first}
         rows.append(row)
-    reference = next((row for row in rows if row["system"] == "monai, 4 levels"), None)
-    for row in rows:
-        for name in ("saved_bytes_bf16", "saved_bytes_off"):
-            row[f"{name}_to_monai"] = reference and row[name] / reference[name]
     return rows
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    """The measured rows as Markdown."""
-    heads = ["system", "channels", "parameters M", "saved MiB", "to monai", "s a step (min-max)", "to monai"]
-    lines = []
-    for row in rows:
-        cells = [row["system"], _widths(row), f"{row['parameters'] / 1e6:.2f}"]
-        if row["repeats"]:
-            low, high = row["step_s_range"]
-            cells += [f"{row['saved_bytes'] / MIB:.0f}", cell(row["saved_bytes_to_monai"], ".2f")]
-            cells += [f"{row['step_s']:.2f} ({low:.2f}-{high:.2f})", cell(row["step_s_to_monai"], ".2f")]
-            cells += [f"{row['step_cpu_s']:.2f}", cell(row["step_cpu_s_to_monai"], ".2f")]
-        if row["missing"]:
-            cells.append(f"missing: {row['missing']}")
-        lines.append(cells)
-    print_markdown([*heads, "CPU s", "to monai"], lines)
-
-
-def print_full_size_table(rows: Sequence[Row]) -> None:
-    """The traced rows as Markdown."""
-    heads = ["system", "channels", "parameters M"]
-    heads += ["bf16: saved GiB (each further patch)", "to monai, 4 levels", "float32", "to monai, 4 levels"]
-    lines = []
-    for row in rows:
-        cells = [row["system"], _widths(row), f"{row['parameters'] / 1e6:.1f}"]
-        for amp in ("bf16", "off"):
-            first, further = row[f"saved_bytes_{amp}"], row[f"saved_bytes_per_further_patch_{amp}"]
-            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", cell(row[f"saved_bytes_{amp}_to_monai"], ".2f")]
-        lines.append(cells)
-    print_markdown(heads, lines)
-
-
-def _widths(row: Row) -> str:
-    full = row["architecture"].get("full_res_channels")
-    return (f"{full} + " if full else "") + "/".join(map(str, row["channels"]))
+def _widths(spec: Spec) -> str:
+    full = spec.architecture.get("full_res_channels")
+    return (f"{full} + " if full else "") + "/".join(map(str, spec.channels))
 
 
 # ---- the command
 
 
-def parse() -> argparse.Namespace:
-    assert __doc__ is not None
+def print_measured(rows: Sequence[Row]) -> None:
+    heads = ["system", "channels", "parameters M", "saved MiB", "to monai", "s a step", "to monai", "CPU s", "to monai"]
+    lines = []
+    for row in rows:
+        cells = [row["system"], row["channels"], f"{row['parameters'] / 1e6:.2f}"]
+        cells += [f"{statistics.median(row['saved_bytes']) / MIB:.0f}", row["saved_bytes_to_monai"]]
+        cells += [spread(row["s"], ".2f"), row["s_to_monai"], spread(row["cpu_s"], ".2f"), row["cpu_s_to_monai"]]
+        lines.append(cells)
+    print_markdown(heads, lines)
+
+
+def print_full_size(rows: Sequence[Row]) -> None:
+    reference = next((row for row in rows if row["system"] == "monai, 4 levels"), None)
+    heads, lines = ["system", "channels", "parameters M"], []
+    heads += ["bf16: saved GiB (each further patch)", "to monai, 4 levels", "float32", "to monai, 4 levels"]
+    for row in rows:
+        cells = [row["system"], row["channels"], f"{row['parameters'] / 1e6:.1f}"]
+        for amp in ("bf16", "off"):
+            first, further = row[f"saved_bytes_{amp}"], row[f"saved_bytes_per_further_patch_{amp}"]
+            share = reference and first / reference[f"saved_bytes_{amp}"]
+            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", cell(share, ".2f")]
+        lines.append(cells)
+    print_markdown(heads, lines)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patch", type=triple(1, "32,64,64"), default=(32, 64, 64), metavar="Z,Y,X")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="processes per system")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per process")
-    parser.add_argument("--threads", type=int, help="of torch (its default: all cores)")
-    parser.add_argument("--systems", type=_names, default=[*SYSTEMS], metavar=",".join(SYSTEMS))
-    parser.add_argument("--switches", action="store_true", help="also ours with each switch changed")
-    parser.add_argument("--compile", action="store_true", help="with --switches: also torch.compile (minutes)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    default = [name for name in SYSTEMS if name != "monai" or find_spec("monai")]
+    parser.add_argument("--systems", type=lambda text: text.split(",") if text else [], default=default)
+    parser.add_argument("--switches", action="store_true", help="also with each switch changed")
     parser.add_argument("--full-size", action="store_true", help="also the bytes of the default model at 72x136x136")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     parser.add_argument("--measure", type=ast.literal_eval, help=argparse.SUPPRESS)  # one system, once, in this process
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where to
-    arguments = parser.parse_args()
-    if unknown := set(arguments.systems) - set(SYSTEMS):
-        parser.error(f"--systems must be of {', '.join(SYSTEMS)}; got {', '.join(sorted(unknown))}")
-    if arguments.batch < 1 or arguments.repeats < 1 or arguments.steps < 1:
-        parser.error("--batch, --repeats and --steps must be at least 1; use larger numbers")
-    return arguments
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def main() -> int:
-    arguments = parse()
-    if arguments.measure:
-        return measure_here(arguments.result, *arguments.measure)
-    about: Row = {
-        "patch_size": arguments.patch,
-        "batch": arguments.batch,
-        "steps": arguments.steps,
-        "threads": arguments.threads,
-        **describe_machine(PACKAGES),
-    }
-    entries = make_entries(arguments) if arguments.systems else []
-    measure_in_turn(entries, arguments)
-    rows = make_rows(entries, about)
-    machine = about["machine"]
-    print(f"machine   {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.1f} GiB")
-    print(f"versions  {', '.join(f'{name} {version}' for name, version in about['versions'].items())}")
+    args = parser.parse_args()
+    if args.measure:
+        spec, patch, batch, steps, threads = args.measure
+        torch.set_num_threads(threads)
+        print(json.dumps(measure(Spec(**spec), patch, batch, steps)))
+        return
+    about = describe_machine(("torch", "numpy", "monai"))
+    print(f"{about['machine']}, {about['versions']}, {args.threads} threads")
+    rows = measured_rows(args) if args.systems else []
     if rows:
-        patch = "x".join(map(str, arguments.patch))
-        print(f"measured  batch {arguments.batch} of 1x{patch}, float32, forward + MSE + backward, on the CPU")
-        print(f"          {arguments.repeats} processes of {arguments.steps} steps each, in turn\n")
-        print_table(rows)
-    full = full_size_rows() if arguments.full_size else []
+        patch = "x".join(map(str, args.patch))
+        print(f"batch {args.batch} of 1x{patch}, float32, {args.repeats} processes of {args.steps} steps\n")
+        print_measured(rows)
+    full = full_size_rows() if args.full_size else []
     if full:
-        print("\ntraced    1x72x136x136, bytes kept for the backward pass; no memory, no time\n")
-        print_full_size_table(full)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows, "full_size": full}, indent=1) + "\n", encoding="utf-8")
-    return 0 if full or any(row["repeats"] for row in rows) else 1
+        print("\ntraced: 1x72x136x136, bytes kept for the backward pass\n")
+        print_full_size(full)
+    if args.json:
+        args.json.write_text(json.dumps(about | {"rows": rows, "full_size": full}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

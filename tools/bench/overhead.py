@@ -33,11 +33,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
-
-from vesuvius.training.request import Request
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
@@ -45,6 +43,7 @@ import numpy as np
 import torch
 import zarr
 from machine import describe_machine
+from pairs import ratios, spread
 from torch import Tensor
 
 import vesuvius.loader.device
@@ -53,15 +52,15 @@ from vesuvius.commands.cli import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.runlog.logfile import close_logs, log_to_terminal
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.request import Request
 from vesuvius.training.step.setup import autocast, build_network, choose_device, parameter_count, resolve_amp
+from vesuvius.training.step.step import TrainStep
 
 _BATCHES = 8
 
@@ -122,70 +121,47 @@ class BareLoop:
 
 @dataclass
 class Turns:
-    """Lets ours and another loop take turns: called with the number of each of our steps, like a progress bar.
+    """Lets ours and another loop take turns: called after each of our steps.
 
     Attributes:
-        ours, others: seconds per step in each turn.
+        other: a step of the other loop; None: ours again, while the monitor takes no samples.
+        ours, others: seconds per step in each turn; the first turn of both is a warm-up and does not count.
         our_turn: set during our turn.
     """
 
-    other: Callable[[], None]
+    other: Callable[[], None] | None
     turn_steps: int
     device: torch.device
     ours: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     our_turn: threading.Event = field(default_factory=threading.Event)
+    _steps: int = 0
     _begun: float | None = None
 
-    def __call__(self, step: int) -> None:
-        if step % self.turn_steps:
+    def __call__(self) -> None:
+        self._steps += 1
+        if self._steps % self.turn_steps:
             return
         now = self._now()
         if self._begun is not None:
-            self.ours.append((now - self._begun) / self.turn_steps)
-        self.our_turn.clear()
-        other_begun = self._now()
-        for _ in range(self.turn_steps):
-            self.other()
-        seconds = (self._now() - other_begun) / self.turn_steps
-        if self._begun is not None:  # the first turn of both is a warm-up
-            self.others.append(seconds)
-        self.our_turn.set()
+            (self.ours if self.our_turn.is_set() else self.others).append((now - self._begun) / self.turn_steps)
+        if self.other is None:
+            if self._begun is not None:
+                self.our_turn.clear() if self.our_turn.is_set() else self.our_turn.set()
+        else:
+            self.our_turn.clear()
+            other_begun = self._now()
+            for _ in range(self.turn_steps):
+                self.other()
+            if self._begun is not None:
+                self.others.append((self._now() - other_begun) / self.turn_steps)
+            self.our_turn.set()
         self._begun = self._now()
 
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-@dataclass
-class MonitorTurns(Turns):
-    """Runs our loop in all turns; in the others' turns the monitor takes no samples."""
-
-    def __call__(self, step: int) -> None:
-        if step % self.turn_steps:
-            return
-        now = self._now()
-        if self._begun is not None:
-            looking = self.our_turn.is_set()
-            (self.ours if looking else self.others).append((now - self._begun) / self.turn_steps)
-            if looking:
-                self.our_turn.clear()
-            else:
-                self.our_turn.set()
-        self._begun = self._now()
-
-
-class Between:
-    """Hook between two steps of the loop, in the place of `training.autotune`."""
-
-    def __init__(self, call: Callable[[int], None], loop: TrainingLoop, reporter: StepReporter) -> None:
-        self._call, self._progress = call, loop.run.progress
-
-    def __call__(self) -> None:
-        """Call with the number of the step that was made."""
-        self._call(self._progress.step)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -198,22 +174,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         data = prepare_data(config.seed, config.data)
         batches = _read_batches(config, data)
         bare = BareLoop(config, batches, device)
+        turns = Turns(None if arguments.monitor else bare.step, arguments.turn_steps, device)
         if arguments.same:
-            turns = _bare_against_itself(arguments, BareLoop(config, batches, device), bare, device)
+            same = BareLoop(config, batches, device)
+            for _ in range(arguments.turn_steps * (arguments.turns + 1)):
+                same.step()
+                turns()
         else:
-            kind = MonitorTurns if arguments.monitor else Turns
-            turns = _ours_against(config, batches, kind(bare.step, arguments.turn_steps, device))
+            train_ours(config, batches, turns)
         parameters = parameter_count(build_network(config, device))
     _report(arguments, turns, device, parameters)
 
 
-def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Turns:
+def train_ours(config: Config, batches: Sequence[Batch], turns: Turns) -> None:
+    """Train with `vesuvius.training.run`, taking turns after each optimizer step."""
     turns.our_turn.set()
-    sample = Watcher.sample
+    sample, apply = Watcher.sample, TrainStep.apply
 
-    def sample_in_our_turn(watcher: Watcher) -> SystemSample:
+    def sample_in_our_turn(watcher: Watcher) -> Any:
         turns.our_turn.wait()
         return sample(watcher)
+
+    def apply_and_turn(step: TrainStep, *arguments: Any) -> Any:
+        outcome = apply(step, *arguments)
+        turns()
+        return outcome
 
     MemoryStream.kept = batches
     source = Path("bench.yaml")
@@ -221,23 +206,14 @@ def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Tur
     with (
         mock.patch.object(vesuvius.loader.device, "PatchStream", MemoryStream),
         mock.patch.object(Watcher, "sample", sample_in_our_turn),
+        mock.patch.object(TrainStep, "apply", apply_and_turn),
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
         contextlib.ExitStack() as ended,
     ):
         ended.callback(close_logs)
         log_to_terminal()
-        make = partial(Between, turns)
-        vesuvius.training.run.train(Request(config, source, resume=False, make_tuner=make))
-    return turns
-
-
-def _bare_against_itself(arguments: argparse.Namespace, one: BareLoop, other: BareLoop, device: torch.device) -> Turns:
-    turns = Turns(other.step, arguments.turn_steps, device)
-    for step in range(1, arguments.turn_steps * (arguments.turns + 1) + 1):
-        one.step()
-        turns(step)
-    return turns
+        vesuvius.training.run.train(Request(config, source, resume=False))
 
 
 def _read_batches(config: Config, data: PreparedData) -> list[Batch]:
@@ -282,30 +258,18 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _report(arguments: argparse.Namespace, turns: Turns, device: torch.device, parameters: int) -> None:
-    overheads = [100 * (ours / other - 1) for ours, other in zip(turns.ours, turns.others, strict=True)]
-    low, _, high = statistics.quantiles(overheads, n=4)
+    overheads = [100 * (ratio - 1) for ratio in ratios(turns.ours, turns.others)]
+    low, median, high = statistics.quantiles(overheads, n=4)
     about = describe_machine(["torch", "numpy"])
-    found = about | {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "parameters": parameters,
-        "ours_s": turns.ours,
-        "bare_s": turns.others,
-        "overhead_percent": statistics.median(overheads),
-        "quartiles_percent": [low, high],
-    }
     patch = "x".join(map(str, arguments.patch))
-    print(f"{about['machine']['cpu']}, {found['device']}, {found['threads']} threads, torch {torch.__version__}")
+    print(f"{about['machine']['cpu']}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{parameters / 1e6:.1f} M parameters, patches {patch}, batch {arguments.batch} x {arguments.accumulate}")
     one, other = ("monitor", "no monitor") if arguments.monitor else ("bare" if arguments.same else "ours", "bare")
-    print(f"\n| {one}, s a step | {other}, s a step | more | quartiles | pairs of turns |")
-    print("| --- | --- | --- | --- | --- |")
-    print(
-        f"| {statistics.median(turns.ours):.4f} | {statistics.median(turns.others):.4f} | "
-        f"{found['overhead_percent']:+.2f} % | {low:+.2f} % to {high:+.2f} % | {len(overheads)} x "
-        f"{arguments.turn_steps} steps |"
-    )
+    print(f"{one}: {spread(turns.ours, '.4f')} s a step; {other}: {spread(turns.others, '.4f')}")
+    print(f"{median:+.2f} %, quartiles {low:+.2f} % to {high:+.2f} %, {len(overheads)} x {arguments.turn_steps} steps")
     if arguments.json:
+        found = about | {"parameters": parameters, "ours_s": turns.ours, "others_s": turns.others}
+        found |= {"overhead_percent": median, "quartiles_percent": [low, high]}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
