@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
 import torch
+from pairs import spread
 from torch import nn
 
 from vesuvius.config import TrainingConfig
@@ -50,8 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         seconds = measure(Path(directory), state, step, arguments.repeats)
     for name, values in seconds.items():
-        median, low, high = 1e3 * statistics.median(values), 1e3 * min(values), 1e3 * max(values)
-        print(f"{name:28} {median:9.1f} ms  ({low:.1f} - {high:.1f}, n={len(values)})")
+        print(f"{name:28} {spread([1e3 * value for value in values], '.1f')} ms, n={len(values)}")
     ratio = statistics.median(seconds["triggering"]) / statistics.median(seconds["synchronous"])
     busy = statistics.mean(seconds["step with the writer running"]) / statistics.mean(seconds["step alone"])
     print(f"triggering / synchronous {100 * ratio:.1f} %; steps are {busy:.2f} x as long while the writer runs (means)")

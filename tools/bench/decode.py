@@ -9,7 +9,6 @@ chunk" request the chunks of a box one by one, as a reader must to identify a da
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import zarr
 from numcodecs import blosc
+from pairs import ratios, spread, turns
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.volumes.volume import open_volume
@@ -69,16 +69,13 @@ def main() -> None:
 
 def compare(reads: dict[str, Read]) -> None:
     cpu: dict[str, list[float]] = {name: [] for name in reads}
-    for turn in range(ROUNDS):
-        for name in list(reads)[:: 1 if turn % 2 else -1]:
-            began = time.process_time()
-            for corner in CORNERS:
-                reads[name](corner)
-            cpu[name].append(1e3 * (time.process_time() - began) / len(CORNERS))
+    for _, name in turns(list(reads), ROUNDS):
+        began = time.process_time()
+        for corner in CORNERS:
+            reads[name](corner)
+        cpu[name].append(1e3 * (time.process_time() - began) / len(CORNERS))
     for name, spent in cpu.items():
-        ratios = sorted(theirs / ours for theirs, ours in zip(spent, cpu[OURS], strict=True))
-        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"  {name:22} {statistics.median(spent):4.0f} CPU ms a box, {spread} times ours")
+        print(f"  {name:22} {spread(spent, '4.0f')} CPU ms a box, {spread(ratios(spent, cpu[OURS]), '.2f')} times ours")
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ class UniformPatches(IterableDataset[torch.Tensor]):
         return array.shape, lambda box: functools.partial(array.__getitem__, box)
 
 
-def open_tensorstore(setup: Setup, threads: int = 1, cache_bytes: int = 0) -> Any:
-    """By default with one data-copy thread, for one of several processes, and without a cache of decoded chunks."""
+def open_tensorstore(setup: Setup) -> Any:
+    """With one data-copy thread, for one of several processes, and without a cache of decoded chunks."""
     import tensorstore
 
     array = open_array(setup)
@@ -180,7 +180,7 @@ def open_tensorstore(setup: Setup, threads: int = 1, cache_bytes: int = 0) -> An
         kvstore = {"driver": "s3", "bucket": bucket, "path": path}
         kvstore |= {"endpoint": address} if (address := os.environ.get("AWS_ENDPOINT_URL")) else {}
         kvstore |= {"aws_credentials": {"type": "anonymous"}} if setup.unsigned else {}
-    context = {"cache_pool": {"total_bytes_limit": cache_bytes}, "data_copy_concurrency": {"limit": threads}}
+    context = {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
     # "open": do not revalidate the cache against the disk at each read, which is the default
     spec = {"driver": driver, "kvstore": kvstore, "context": context, "recheck_cached_data": "open"}
     return tensorstore.open(spec, open=True, read=True).result()
@@ -189,12 +189,10 @@ def open_tensorstore(setup: Setup, threads: int = 1, cache_bytes: int = 0) -> An
 class LoaderFeed:
     """A DataLoader over a dataset of patches: spawned persistent workers, torch's own collation in the worker."""
 
-    def __init__(
-        self, dataset: IterableDataset[Any], setup: Setup, worker_init_fn: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, dataset: IterableDataset[Any], setup: Setup) -> None:
         self.round_batches = max(setup.workers, 1)
         self.warmup_batches = 2 * PREFETCH * self.round_batches
-        self._dataset, self._setup, self._worker_init_fn = dataset, setup, worker_init_fn
+        self._dataset, self._setup = dataset, setup
 
     def batches(self) -> Batches:
         workers = self._setup.workers
@@ -203,7 +201,6 @@ class LoaderFeed:
             self._dataset,
             batch_size=self._setup.batch,
             num_workers=workers,
-            worker_init_fn=self._worker_init_fn,
             **(spawned | {"multiprocessing_context": "spawn"} if workers else {}),
         )
         for patches in loader:

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from feeds import Batches, Figures, Setup, run_feed, touch, uniform_feed
+from pairs import turns
 
 from vesuvius import PatchLoader
 from vesuvius.config import AugmentConfig, Config
@@ -165,20 +166,20 @@ def commands(config: Config, source: Path, seconds: float, peers: list[str]) -> 
 def run_rounds(loaders: dict[str, list[str]], rounds: int, seconds: float, folder: Path) -> dict[str, list[Figures]]:
     """The figures of each loader in each round; a loader that fails is skipped in later rounds."""
     found: dict[str, list[Figures]] = {name: [] for name in loaders}
-    for number in range(rounds):
-        for name in list(found)[:: -1 if number % 2 else 1]:
-            result = folder / "result.json"
-            result.unlink(missing_ok=True)
-            done = subprocess.run(
-                [*loaders[name], f"--seconds={seconds}", f"--result={result}"], capture_output=True, text=True
-            )
-            if done.returncode or not result.exists():
-                last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                print(f"{name} failed and is skipped: {last}", flush=True)
-                del found[name]
-                continue
-            found[name].append(json.loads(result.read_text()))
-            print(f"round {number + 1} of {rounds}: {name}: {figures_words(found[name][-1:])}", flush=True)
+    for number, name in turns(list(loaders), rounds):
+        if name not in found:
+            continue
+        result = folder / "result.json"
+        result.unlink(missing_ok=True)
+        done = subprocess.run(
+            [*loaders[name], f"--seconds={seconds}", f"--result={result}"], capture_output=True, text=True
+        )
+        if done.returncode or not result.exists():
+            print(f"{name} failed and is skipped: {(done.stderr.splitlines() or ['no output'])[-1]}", flush=True)
+            del found[name]
+            continue
+        found[name].append(json.loads(result.read_text()))
+        print(f"round {number + 1} of {rounds}: {name}: {figures_words(found[name][-1:])}", flush=True)
     return found
 
 

@@ -145,9 +145,10 @@ class Turns:
         now = self._now()
         if self._begun is not None:
             (self.ours if self.our_turn.is_set() else self.others).append((now - self._begun) / self.turn_steps)
-        if self.other is None:
-            if self._begun is not None:
-                self.our_turn.clear() if self.our_turn.is_set() else self.our_turn.set()
+        if self.other is None and self._begun is not None and self.our_turn.is_set():
+            self.our_turn.clear()
+        elif self.other is None:
+            self.our_turn.set()
         else:
             self.our_turn.clear()
             other_begun = self._now()

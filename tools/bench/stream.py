@@ -10,12 +10,11 @@ it with and without --loader:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import time
 
-import psutil
+from feeds import tree_cpu_s
 
 from vesuvius import PatchLoader
 from vesuvius.config import DataConfig, VolumeConfig
@@ -49,10 +48,10 @@ def main() -> None:
         first_s = time.perf_counter() - began
         for _ in range(warm_up):
             next(stream)
-        cpu, wall = _cpu_s(), time.perf_counter()
+        cpu, wall = tree_cpu_s(), time.perf_counter()
         for _ in range(args.batches):
             batch = next(stream)
-        wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
+        wall, cpu = time.perf_counter() - wall, tree_cpu_s() - cpu
         seen.update(batch.patches.tobytes())
         readers = [size >> 20 for size in stream.reader_memory().values()]
     _show(args.batches, first_s, wall, cpu, readers_mib=readers, voxels=seen.hexdigest()[:12])
@@ -70,10 +69,10 @@ def measure_loader(args: argparse.Namespace, began: float) -> None:
         first_s = time.perf_counter() - began
         for _ in range(_WARM_UP):
             next(batches)
-        cpu, wall = _cpu_s(), time.perf_counter()
+        cpu, wall = tree_cpu_s(), time.perf_counter()
         for _ in range(args.batches):
             batch = next(batches)
-        wall, cpu = time.perf_counter() - wall, _cpu_s() - cpu
+        wall, cpu = time.perf_counter() - wall, tree_cpu_s() - cpu
         seen.update(batch.image.numpy().tobytes())
     _show(args.batches, first_s, wall, cpu, voxels=seen.hexdigest()[:12])
 
@@ -82,15 +81,6 @@ def _show(batches: int, first_s: float, wall_s: float, cpu_s: float, **more: obj
     patches = batches * _BATCH
     figures = {"first_batch_s": first_s, "patches_s": patches / wall_s, "cpu_ms": 1e3 * cpu_s / patches}
     print(json.dumps(figures | more))
-
-
-def _cpu_s() -> float:
-    """CPU seconds of this process and all below it."""
-    total = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            total += sum(process.cpu_times()[:2])
-    return total
 
 
 if __name__ == "__main__":

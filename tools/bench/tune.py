@@ -5,9 +5,9 @@ train_batch_size 1.  First the tune; then every setting of the grid workers x pr
 effective batch), each in a trainer of its own; last the tuned setting and the grid's best one, in turns.  The tune
 keeps requests, compile and channels_last, so that on a CPU it varies exactly what the grid varies.
 
-    python tools/bench/tune.py [--only tune|grid|compare] [--latency-ms 200] [--repeats 3] [--tunes 1] [--folder DIR]
+    python tools/bench/tune.py [--latency-ms 200] [--repeats 3] [--tunes 1] [--folder DIR]
 
-`--tunes 5` also shows how often the recommendation is the same; tunes are added to those in DIR.
+`--tunes 5` also shows how often the recommendation is the same.  The grid, an hour and more, is kept in DIR.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
 # The trainer takes one core, as one that drives a GPU does, and leaves the others to readers and server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pairs import ratios, spread, turns
+
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.experiments.paired import compare
 from vesuvius.experiments.tune.measurement import Setting, in_words
 from vesuvius.experiments.tune.session import TrialRunner
 
@@ -41,8 +43,6 @@ PREFETCH = (1, 2, 4)
 BATCHES = (1, 2, 4)
 _EFFECTIVE = 4
 _SECONDS, _LIMIT_S = 20.0, 600.0
-_TUNES, _GRID = Path("tunes.json"), Path("grid.json")
-_TUNE_LIKE_THE_GRID = ("--keep", "requests,compile,channels_last")
 _CONFIG = """
 name: bench_tune
 data:
@@ -70,41 +70,24 @@ model:
 
 
 def main() -> None:
-    """Run what was asked for and print it; figures go to FOLDER/*.json."""
-    arguments = _parser().parse_args()
-    folder = arguments.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_latency(folder / "latency_ms", arguments.latency_ms)
-    with _served(folder, arguments.latency_ms) as url:
-        os.chdir(folder)
-        Path("bench.yaml").write_text(_CONFIG.format(url=url), encoding="utf-8")
-        config = read_config(Path("bench.yaml"))
-        if arguments.only in (None, "tune"):
-            _tune(arguments.tunes)
-        if arguments.only in (None, "grid"):
-            _grid(config)
-        if arguments.only in (None, "compare"):
-            _compare(config, arguments.repeats)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("tune", "grid", "compare"), help="one part; the others must have been run")
+    """Run the parts and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latency-ms", type=float, default=200.0, help="of each answer of the server")
     parser.add_argument("--repeats", type=int, default=3, help="of tuned against best, in turns")
     parser.add_argument("--tunes", type=int, default=1, help="how many tunes, one after the other")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_tune"), help="where everything is kept")
-    return parser
-
-
-def _check_latency(kept: Path, latency_ms: float) -> None:
-    """Figures of another latency would be added up with those of this one."""
-    if kept.exists() and float(kept.read_text()) != latency_ms:
-        raise SystemExit(
-            f"the figures of a folder must be of one latency; {kept.parent} has those of {kept.read_text()} ms, got "
-            f"--latency-ms {latency_ms:g}; take another --folder"
-        )
-    kept.write_text(f"{latency_ms:g}")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    grid = Path(f"grid_{arguments.latency_ms:g}_ms.json")
+    with _served(folder, arguments.latency_ms) as url:
+        os.chdir(folder)
+        Path("bench.yaml").write_text(_CONFIG.format(url=url), encoding="utf-8")
+        config = read_config(Path("bench.yaml"))
+        tunes = [_tune() for _ in range(arguments.tunes)]
+        if not grid.exists():
+            grid.write_text(json.dumps(_grid(config), indent=1) + "\n", encoding="utf-8")
+        _compare(config, tunes, json.loads(grid.read_text(encoding="utf-8")), arguments.repeats)
 
 
 @contextmanager
@@ -123,47 +106,30 @@ def _served(folder: Path, latency_ms: float) -> Iterator[str]:
             process.terminate()
 
 
-def _tune(count: int) -> None:
-    found: list[dict[str, object]] = json.loads(_TUNES.read_text(encoding="utf-8")) if _TUNES.exists() else []
-    for _ in range(count):
-        began = time.monotonic()
-        subprocess.run(
-            [sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", *_TUNE_LIKE_THE_GRID], check=True
-        )
-        report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
-        overrides = " ".join(report["options"][1]["overrides"])
-        rate, trials = report["options"][1]["samples_s"], len(report["trials"])
-        seconds = time.monotonic() - began
-        found.append({"overrides": overrides, "samples_s": rate, "seconds": seconds, "trials": trials})
-        print(
-            f"tune: {seconds:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
-            flush=True,
-        )
-        _write(_TUNES, found)
-    overrides, times = Counter(str(tune["overrides"]) for tune in found).most_common(1)[0]
-    print(f"the same recommendation in {times} of {len(found)}: {overrides}")
+def _tune() -> tuple[str, float]:
+    """The overrides that a tune recommends, and the seconds that it took."""
+    began = time.monotonic()
+    keep = ["--keep", "requests,compile,channels_last"]
+    subprocess.run([sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", *keep], check=True)
+    report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
+    recommended, seconds = report["options"][1], time.monotonic() - began
+    overrides = " ".join(recommended["overrides"])
+    print(f"tune: {seconds:.0f} s, {recommended['samples_s']:.3g} samples/s: {overrides or 'unchanged'}", flush=True)
+    return overrides, seconds
 
 
-def _grid(config: Config) -> None:
+def _grid(config: Config) -> dict[str, Any]:
     """Every setting, in an order that has nothing to do with its knobs' values."""
-    settings = _settings(config)
-    began, rows = time.monotonic(), []
-    for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
-        rate = _measure(config, settings[number])
-        rows.append({"setting": asdict(settings[number]), "samples_s": rate})
-        print(
-            f"grid {number}: {in_words(settings[number], Setting.of(config))}: {rate:.3g} samples/s",
-            flush=True,
-        )
-    _write(_GRID, {"seconds": time.monotonic() - began, "rows": rows})
-
-
-def _settings(config: Config) -> list[Setting]:
-    source = Setting.of(config)
-    return [
+    source, began, rows = Setting.of(config), time.monotonic(), []
+    settings = [
         replace(source, workers=w, prefetch_factor=p, train_batch_size=b, accumulate_steps=_EFFECTIVE // b)
         for w, p, b in itertools.product(WORKERS, PREFETCH, BATCHES)
     ]
+    for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
+        rate = _measure(config, settings[number])
+        rows.append({"setting": asdict(settings[number]), "samples_s": rate})
+        print(f"grid {number}: {in_words(settings[number], source)}: {rate:.3g} samples/s", flush=True)
+    return {"seconds": time.monotonic() - began, "rows": rows}
 
 
 def _measure(config: Config, setting: Setting) -> float:
@@ -175,33 +141,23 @@ def _measure(config: Config, setting: Setting) -> float:
     return result.rate
 
 
-def _compare(config: Config, repeats: int) -> None:
+def _compare(config: Config, tunes: list[tuple[str, float]], grid: dict[str, Any], repeats: int) -> None:
     """The tuned setting against the grid's best, in turns: a figure of the grid alone is one draw of many."""
-    grid = json.loads(_GRID.read_text(encoding="utf-8"))
-    tunes = json.loads(_TUNES.read_text(encoding="utf-8"))
-    best = Setting(**max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
-    usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
-    tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
-    rates: dict[Setting, list[float]] = {tuned: [], best: []}
-    for _ in range(repeats):
-        for setting in rates:
-            rates[setting].append(_measure(config, setting))
-    ratio = 1 + compare(list(zip(rates[tuned], rates[best], strict=False))).gain if tuned != best else 1.0
-    share = statistics.median(tune["seconds"] for tune in tunes) / grid["seconds"]
-    source = Setting.of(config)
-    print(f"tuned  {in_words(tuned, source)}: {_spread(rates[tuned])} samples/s")
-    print(f"best   {in_words(best, source)}: {_spread(rates[best])} samples/s")
-    print(f"tuned over best {ratio:.2f}; tune over grid {share:.2f} of {grid['seconds']:.0f} s")
-    figures = {"ratio": ratio, "time_share": share, "rates": list(rates.values())}
-    _write(Path("compare.json"), figures)
-
-
-def _spread(rates: list[float]) -> str:
-    return f"median {statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})"
-
-
-def _write(path: Path, figures: object) -> None:
-    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (usual, times), *_ = Counter(overrides for overrides, _ in tunes).most_common(1)
+    settings = {
+        "tuned": Setting.of(read_config(Path("bench.yaml"), usual.split())),
+        "best": Setting(**max(grid["rows"], key=lambda row: row["samples_s"])["setting"]),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in settings}
+    for _, name in turns(list(settings), repeats):
+        rates[name].append(_measure(config, settings[name]))
+    for name, setting in settings.items():
+        print(f"{name}: {in_words(setting, Setting.of(config))}: {spread(rates[name])} samples/s")
+    share = statistics.median(seconds for _, seconds in tunes) / grid["seconds"]
+    print(
+        f"the same recommendation in {times} of {len(tunes)}; tuned over best {spread(ratios(*rates.values()), '.2f')}"
+    )
+    print(f"tune over grid {share:.2f} of {grid['seconds']:.0f} s")
 
 
 if __name__ == "__main__":
