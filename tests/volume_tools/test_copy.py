@@ -177,20 +177,6 @@ def test_a_copy_keeps_dtype_fill_value_and_air(tmp_path: Path, dtype: str, fill:
         np.testing.assert_array_equal(np.asarray(array[:]), expected)
 
 
-def test_a_copy_of_permuted_axes_is_in_zyx(tmp_path: Path) -> None:
-    voxels = textured((48, 64, 80))
-    stored = np.stack([voxels.T // 2, voxels.T], axis=1)
-    path = tmp_path / "v.zarr"
-    array = zarr.create_array(
-        str(path), shape=stored.shape, chunks=(20, 1, 16, 12), dtype="uint8", dimension_names=["x", "c", "y", "z"]
-    )
-    array[...] = stored
-    source = ArrayConfig(path=str(path), select=(1,))
-    copy_box(CopyRequest(source, tmp_path / "c.zarr", START, (40, 33, 21)), QUICK)
-    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), cut(voxels, START, (40, 33, 21)))
-    assert zarr.open_group(tmp_path / "c.zarr", mode="r")["0"].chunks == (12, 16, 20)
-
-
 class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no error
     """Interrupt a copy in this process."""
 

@@ -130,7 +130,7 @@ def test_the_occupancy_on_a_web_server_is_unknown_not_0(tmp_path: Path) -> None:
 
 def test_sidecars_are_written_next_to_their_level_or_to_out(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((2, 32, 32, 32)), chunk=16)
-    with pytest.raises(ConfigError, match=r"\[2, 32, 32, 32\] would apply to every `select`; add --out"):
+    with pytest.raises(ConfigError, match="would apply to every `select`; add --out"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
     made, _ = make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "new" / "o.npz")
     with np.load(made) as written:

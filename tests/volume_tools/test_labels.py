@@ -13,10 +13,6 @@ import zarr
 from tests.conftest import write_array
 from vesuvius.commands import volume
 from vesuvius.config import ArrayConfig
-from vesuvius.errors import ConfigError
-from vesuvius.volume_tools import importing
-from vesuvius.volume_tools.copy import CopyStats
-from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.pyramid import downsample_mean, downsample_mode
 from vesuvius.volumes.volume import open_volume
 
@@ -47,10 +43,9 @@ def make(kind: str, folder: Path, voxels: Voxels, *options: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["import", "copy"])
-def test_labels_keep_their_values_in_all_levels(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_keep_their_values_in_all_levels(tmp_path: Path, kind: str) -> None:
     voxels = blobs([2, 9, 40000])
     out = make(kind, tmp_path, voxels, "--labels", "--levels=4")
-    assert "look like labels" not in capsys.readouterr().err
     finer = voxels
     for number in range(1, 4):
         finer = downsample_mode(finer)
@@ -58,73 +53,6 @@ def test_labels_keep_their_values_in_all_levels(tmp_path: Path, kind: str, capsy
         assert set(np.unique(finer)) <= {2, 9, 40000}
     out = make(kind, tmp_path, voxels, "--levels=2")
     np.testing.assert_array_equal(level(out, 1), downsample_mean(voxels))
-    assert "look like labels" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("voxels", "hinted"),
-    [
-        (blobs([0, 255], "u1"), True),
-        (blobs([0, 1, 2, 3], "i4"), True),
-        (blobs([0, 1], "u1"), False),  # the mean is the majority
-        (np.full((40, 50, 60), 7, "u1"), False),
-        (np.random.default_rng(0).integers(0, 255, (40, 50, 60), "u1"), False),
-        (np.random.default_rng(0).normal(100, 2, (40, 50, 60)).astype("u1"), False),  # low contrast
-        (np.pad(np.random.default_rng(0).integers(1, 255, (20, 20, 20), "u1"), 15), False),  # air around a scan
-        (blobs([0, 1, 2, 3]).astype("f4"), False),
-    ],
-    ids=["mask", "classes", "0 and 1", "one value", "noise", "low contrast", "air", "float"],
-)
-def test_integers_that_look_like_labels_give_a_hint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], voxels: Voxels, hinted: bool
-) -> None:
-    make("import", tmp_path, voxels, "--levels=2")
-    assert ("begin again with --labels" in capsys.readouterr().err) == hinted
-    make("import", tmp_path, voxels, "--levels=1")
-    assert "labels" not in capsys.readouterr().err, "no level is averaged"
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 5, 7), (1, 1, 4), (6, 1, 1)])
-@pytest.mark.parametrize("dtype", ["bool", "u1", ">i4", "u8", "f4"])
-def test_the_most_frequent_label_is_counted_exactly_with_many_labels(shape: tuple[int, ...], dtype: str) -> None:
-    """The largest wins a tie.  With few and with many labels."""
-    for most in (2, 4, 60000):
-        labels = np.random.default_rng(most).integers(0, most, shape).astype(dtype)
-        found = downsample_mode(labels)
-        for z, y, x in np.ndindex(found.shape):
-            block = labels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].ravel().tolist()
-            assert found[z, y, x] == max(block, key=lambda label: (block.count(label), label))
-
-
-def test_a_resumed_import_does_not_mix_labels_and_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "_CHUNK", 16)
-    np.save(tmp_path / "v.npy", blobs([2, 9]))
-    request = ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr", labels=True)
-
-    def stop(figures: CopyStats, doing: str) -> None:
-        if figures.written > 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        import_volume(request, stop)
-    with pytest.raises(ConfigError, match=r"labels false \(was true\)"):
-        import_volume(ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr"))
-    import_volume(request)
-    assert set(np.unique(level(tmp_path / "out.zarr", 1))) == {2, 9}
-
-
-def test_a_volume_of_an_earlier_version_is_still_finished(tmp_path: Path) -> None:
-    """Its record has no `labels`."""
-    np.save(tmp_path / "v.npy", blobs([2, 9]))
-    request = ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr")
-    import_volume(request)
-    group = zarr.open_group(tmp_path / "out.zarr")
-    record = dict(group.attrs["vesuvius_import"])
-    del record["labels"]
-    group.attrs["vesuvius_import"] = record
-    assert import_volume(request)[1].before > 0
-    with pytest.raises(ConfigError, match="labels true"):
-        import_volume(ImportRequest(f"{tmp_path}/v.npy", tmp_path / "out.zarr", labels=True))
 
 
 @pytest.mark.parametrize("kind", ["import", "copy"])

@@ -7,19 +7,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import zarr
 
-from tests.conftest import SCROLL_DATA
-from vesuvius import PatchLoader
 from vesuvius.commands import volume
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.sources.source import open_source
-
-FIBSEM = SCROLL_DATA / "fibsem"
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -45,15 +40,11 @@ def zipped(folder: Path) -> None:
 
 OTHERS: dict[str, tuple[Any, str, str]] = {
     "address": (None, "https://host/scans/x.tif?a=b:c", "it is an address, .*; download it first"),
-    "object store": (None, "s3://bucket/v.zarr", "it is an address"),
     "missing folder": (None, "slices/", "there is no .*slices; correct the path"),
     "missing disk": (None, "mount/scans/slices", r"the folder \S+ has no such path; correct the path"),
-    "missing file of a dataset": (None, "v.h5:/data", r"there is no v\.h5; correct"),
     "dead link": (lambda folder: (folder / "l.tif").symlink_to("/nowhere/s"), "l.tif", "it is a link to /nowhere/s,"),
     "zarr": (touch("v.zarr/zarr.json"), "v.zarr", "it is a zarr; it needs no import"),
-    "zarr v2 with a level": (touch("v.zarr/0/.zarray"), "v.zarr:/0", "it is a zarr; it needs no import"),
     "zip": (zipped, "v.zarr.ZIP", r"\.ZIP files cannot be imported; unpack it first"),
-    "npz": (touch("v.npz"), "v.npz", "unpack it first"),
     "icechunk": (touch("repo/snapshots/A"), "repo", "it is an icechunk repository; export"),
     "kerchunk": (touch("refs.json"), "refs.json", "if it is a kerchunk reference, export"),
     "precomputed": (touch("em/info"), "em", "it is a precomputed volume of Neuroglancer; export"),
@@ -63,9 +54,6 @@ OTHERS: dict[str, tuple[Any, str, str]] = {
     "empty folder": (lambda folder: (folder / "none").mkdir(), "none", "it has no .tif"),
     "no array at all": (touch("v.npy", b""), "v.npy", r"v\.npy: EOFError: No data left"),
     "0 slices, npy": (lambda folder: np.save(folder / "v.npy", np.zeros((0, 3, 4))), "v.npy", "its shape is 0x3x4"),
-    "0 rows, npy": (
-        lambda folder: np.save(folder / "v.npy", np.zeros((3, 0, 4), order="F")), "v.npy", "it has no voxels"
-    ),
     "objects, npy": (lambda folder: np.save(folder / "v.npy", np.array([None])), "v.npy", "Python objects in dtype"),
     "a single number, npy": (lambda folder: np.save(folder / "v.npy", 3), "v.npy", "not Z, Y, X once each"),
 }  # fmt: skip
@@ -87,15 +75,6 @@ def test_what_cannot_be_imported_is_named_with_a_remedy(
     assert not list(tmp_path.glob("out.zarr*"))
 
 
-@pytest.mark.parametrize("shape", [(0, 20, 30), (9, 20, 0)])
-@pytest.mark.parametrize("options", [{}, {"chunks": (1, 2, 3), "maxshape": (None,) * 3}])
-def test_hdf5_without_voxels_is_refused(tmp_path: Path, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    with h5py.File(tmp_path / "v.h5", "w") as file:
-        file.create_dataset("d", shape, "u2", **options)
-    with pytest.raises(DataError, match="it has no voxels"):
-        open_source(f"{tmp_path}/v.h5")
-
-
 @pytest.mark.parametrize("name", ["q", "longlong", "Q", "ulonglong", "l", "uintp", ">i8"])
 def test_every_name_of_a_dtype_is_read(tmp_path: Path, name: str) -> None:
     voxels = np.arange(24, dtype=name).reshape(2, 3, 4)
@@ -114,43 +93,6 @@ def test_other_dtypes_are_usage_errors(tmp_path: Path, capsys: pytest.CaptureFix
     code, error = error_of(capsys, f"{tmp_path}/v.raw", f"{tmp_path}/out.zarr", "--shape=2,3,4", f"--dtype={name}")
     assert code == 2
     assert f"argument --dtype: {name!r} is not bool, an integer or a float of up to 8 bytes; try uint8" in error
-
-
-@pytest.mark.parametrize("option", ["--shape=9,20,30", "--dtype=u2"])
-def test_half_a_description_of_a_raw_file_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    np.save(tmp_path / "v.npy", np.zeros((9, 20, 30), "u2"))
-    code, error = error_of(capsys, f"{tmp_path}/v.npy", f"{tmp_path}/out.zarr", option)
-    assert code == 2
-    assert "give both or neither" in error
-
-
-@pytest.mark.skipif(not FIBSEM.is_dir(), reason="real electron microscopy is not part of the repository")
-def test_electron_microscopy_and_its_labels_import_and_load(tmp_path: Path) -> None:
-    """PNG slices and HDF5 labels: patches equal the files voxel by voxel."""
-    from PIL import Image
-
-    scan = np.stack([np.asarray(Image.open(file)) for file in sorted((FIBSEM / "grayscale_maps").glob("*.png"))])
-    with h5py.File(FIBSEM / "groundtruth.h5") as file:
-        labels = np.asarray(file["bodies"][...])
-    size = ["--voxel-size-um", "0.01,0.01,0.01"]
-    paths = tmp_path / "scan.zarr", tmp_path / "labels.zarr"
-    assert volume.main(["import", str(FIBSEM / "grayscale_maps"), str(paths[0]), *size]) == 0
-    assert volume.main(["import", f"{FIBSEM}/groundtruth.h5:/bodies", str(paths[1]), "--labels", *size]) == 0
-    for level in range(2):
-        coarse = np.asarray(zarr.open_group(paths[1], mode="r")[str(level)][...])
-        assert set(np.unique(coarse)) <= set(np.unique(labels)), "no label is invented"
-    size_zyx = (32, 40, 48)
-    with PatchLoader(
-        str(paths[0]), labels=str(paths[1]), patch_size=size_zyx, batch_size=2, length=4, workers=0, normalize=False,
-        augment=False, device="cpu",
-    ) as loader:  # fmt: skip
-        for batch in loader:
-            for image, label, sample in zip(batch.image, batch.label, batch.samples, strict=True):
-                box = tuple(slice(lo, lo + n) for lo, n in zip(sample.start_zyx, size_zyx, strict=True))
-                np.testing.assert_array_equal(image.numpy().squeeze(), scan[box])
-                np.testing.assert_array_equal(label.numpy().squeeze(), labels[box])
 
 
 def test_a_folder_that_cannot_be_read_is_no_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +37,6 @@ _BOXES_AHEAD = 4
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """Properties of one level."""
-
     level: int
     path: str  # of the array within the group; '' for a bare array
     shape: tuple[int, ...]  # all axes in stored order
@@ -47,8 +44,7 @@ class LevelFacts:
     shard_zyx: Triple | None
     dtype: str
     raw_bytes: int
-    # scale_zyx, translation_zyx, unit, voxel_size_um: None for a bare array, or if absent from the metadata
-    scale_zyx: FloatTriple | None
+    scale_zyx: FloatTriple | None  # this and the rest: None for a bare array, or if absent from the metadata
     translation_zyx: FloatTriple | None
     unit: str | None
     voxel_size_um: FloatTriple | None
@@ -71,9 +67,8 @@ class IntensityStats:
 
     places: int  # boxes read (a key of `vesuvius volume info --json`)
     unreadable: int  # boxes that could not be read
-    # tried, found: random chunks that were checked, and those that are stored; None with a listing or sidecar
-    tried: int | None
-    found: int | None
+    tried: int | None  # random chunks that were checked; None with a listing or sidecar
+    found: int | None  # those of them that are stored
     voxels: int  # voxels read
     air_share: float | None  # share of air, NaN and infinity; the statistics below exclude them
     minimum: float | None = None
@@ -88,8 +83,7 @@ class VolumeFacts:
     """The output of `vesuvius volume info`."""
 
     spec: ArrayConfig
-    # ome_version, title: None for a bare array
-    ome_version: str | None
+    ome_version: str | None  # None for a bare array, as the title
     title: str | None
     zarr_format: int
     axes: Names | None  # of the chosen level, in stored order; None if the metadata do not name them
@@ -116,14 +110,11 @@ def describe_volume(
     With `listing`, chunks are counted by a listing even if there is a sidecar or listing takes long.  Intensities are
     sampled in `num_boxes` boxes; 0 = none.
     """
-    with closing(open_volume(spec, store)) as volume:
-        levels, broken = dict[int, LevelFacts](), dict[str, str]()
+    with open_volume(spec, store) as volume:
+        levels, broken = {spec.level: _level_facts(volume, spec.level)}, dict[str, str]()
         for level, path in enumerate(volume.level.paths if volume.level else ("",)):
-            if level == spec.level:
-                levels[level] = _level_facts(volume, level)
-                continue
             try:
-                with closing(open_volume(spec.model_copy(update={"level": level}), store)) as other:
+                with open_volume(spec.model_copy(update={"level": level}), store) as other:
                     levels[level] = _level_facts(other, level)
             except DataError as error:
                 broken[path] = one_line(error)
@@ -135,7 +126,7 @@ def describe_volume(
             zarr_format=volume.array.metadata.zarr_format,
             axes=volume.axis_names if any(volume.axis_names) else None,
             zyx=volume.axes.zyx,
-            levels=tuple(levels.values()),
+            levels=tuple(levels[level] for level in sorted(levels)),
             broken=broken,
             contradictory=volume.contradictions,
             chosen=levels[spec.level],
@@ -151,7 +142,7 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
     Returns its path and the number of chunks.  Raises ConfigError: `out` is required for this volume; DataError: the
     volume cannot be opened or listed; StorageError.
     """
-    with closing(open_volume(spec, store)) as volume:
+    with open_volume(spec, store) as volume:
         path = out or _default_sidecar(volume)
         occupancy = list_chunks(volume)
     with storage_errors(f"the sidecar {path}", "choose another file with --out"):
@@ -201,10 +192,8 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
     objects = math.prod(volume.grid.object_counts_zyx)
     if not volume.source.can_list:
         reason = "web servers cannot be listed"
-    elif volume.source.remote and not listing:
-        reason = "listing a remote store can take long; request it with --list"
-    elif objects > _LISTED_UNASKED and not listing:
-        reason = f"listing {objects} files can take long; request it with --list"
+    elif not listing and (volume.source.remote or objects > _LISTED_UNASKED):
+        reason = f"listing up to {objects} objects can take long; request it with --list"
     else:
         try:
             occupancy = list_chunks(volume)
@@ -221,15 +210,10 @@ def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listi
 
 def _default_sidecar(volume: Volume) -> Path:
     """The path at which readers look for the sidecar of a volume."""
-    if volume.source.remote:
-        raise ConfigError(
-            f"Cannot write a sidecar next to {volume.source.address}: it is not on a disk; add --out FILE"
-        )
-    if math.prod(volume.axes.others_of(volume.array.shape)) > 1:
-        raise ConfigError(
-            f"A sidecar next to an array of shape {list(volume.array.shape)} would apply to every `select`; add --out "
-            "FILE"
-        )
+    shared = math.prod(volume.axes.others_of(volume.array.shape)) > 1
+    if volume.source.remote or shared:
+        reason = "it would apply to every `select`" if shared else "it is not on a disk"
+        raise ConfigError(f"Cannot write a sidecar next to {volume.source.address}: {reason}; add --out FILE")
     return Path(volume.source.address) / volume.array.path / SIDECAR
 
 

@@ -36,7 +36,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
-from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode, equal_share
+from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
     Box,
@@ -56,7 +56,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 COPY, IMPORT = "copy", "import"  # kinds: names of the record file and, with a prefix, of the attribute
-_LABEL_SHARE = 0.75  # of neighbors that are equal
 _WRITERS = min(4, os.cpu_count() or 1)
 
 
@@ -98,8 +97,6 @@ class PartialCopy:
         `read` returns the voxels of a box, None to skip the chunk.  `on_chunk` is called with the stored bytes of each
         finished chunk (0 = air), `ahead` before each read with all boxes and the position of the next one.
         """
-        if level == 0 and self.plan.levels > 1 and self.downsample is downsample_mean and self.kind in (COPY, IMPORT):
-            read = _hinting(read)
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as writers:
             if not (per := self.plan.per_shard):
                 for _, size in self._in_order(level, read, ahead, writers, partial(self.write, level)):
@@ -261,22 +258,6 @@ def open_partial(
         yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind, halved)
 
 
-def _hinting(read: Callable[[Box], NDArray[Any] | None]) -> Callable[[Box], NDArray[Any] | None]:
-    """Let `read` log, once, that the voxels look like labels."""
-    share = None
-
-    def read_and_look(box: Box) -> NDArray[Any] | None:
-        nonlocal share
-        if (voxels := read(box)) is not None and share is None:
-            share = equal_share(voxels)
-            if share is not None and share > _LABEL_SHARE:
-                words = "the voxels look like labels (%.0f %% equal a neighbor), of which averages mean nothing; "
-                log.warning(words + "if they are, begin again with --labels", 100 * share)
-        return voxels
-
-    return read_and_look
-
-
 def new_array(
     root: Path,
     name: str,
@@ -379,7 +360,7 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
     """Raise ConfigError if `there` is not a record, or has other arguments than `wanted`."""
     if not isinstance(there, dict):
         raise ConfigError(f"{path} exists and was not made by this command; choose another name or remove it")
-    differing = [key for key in wanted if (there.get(key) or None) != (wanted[key] or None)]  # new ones are off
+    differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         changes = ", ".join(f"{key} {json.dumps(wanted[key])} (was {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(

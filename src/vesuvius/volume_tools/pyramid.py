@@ -17,8 +17,6 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
-_ENOUGH = 2**11  # pairs of neighbors that tell labels
-
 
 @dataclass(frozen=True)
 class Pyramid:
@@ -110,18 +108,6 @@ def downsample_mode(labels: NDArray[Any]) -> NDArray[Any]:
         np.copyto(most, label, where=run >= votes)
         votes = np.maximum(votes, run)
     return np.asarray(most)
-
-
-def equal_share(voxels: NDArray[Any]) -> float | None:
-    """Share of neighbors along x that are equal, except zeros: those of labels mostly are.
-
-    None if too few voxels tell, or if the mean is already the majority (0 and 1), or there is a single value.
-    """
-    if voxels.dtype.kind not in "iu" or voxels.max() <= max(1, voxels.min()):
-        return None
-    one, other = voxels[..., 1:], voxels[..., :-1]
-    counted = (one != 0) | (other != 0)
-    return float((one == other)[counted].mean()) if counted.sum() >= _ENOUGH else None
 
 
 def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

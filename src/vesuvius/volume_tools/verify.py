@@ -82,7 +82,7 @@ def verify_volume(
     file cannot be written.
     """
     started = time.monotonic()
-    with closing(open_volume(spec, store)) as volume:
+    with open_volume(spec, store) as volume:
         objects, volume.missing.listed = _objects(volume)
         journal = _journal_of(volume)
         with _storage_errors(journal):

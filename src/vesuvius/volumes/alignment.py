@@ -187,12 +187,14 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     Writers that do not know the scale write 1 without a unit.  Together with another such volume, or one without
     metadata, that locates a box that has a translation, but cannot tell a crop from a coarser level.
     """
-    shapes, kinds = (volume.shape_zyx, array.shape_zyx), {_kind(volume), _kind(array)}
+    shapes = volume.shape_zyx, array.shape_zyx
     same, there, here = shapes[0] == shapes[1], volume.geometry or VOXELS, array.geometry or VOXELS
-    translated = there.translated, here.translated
-    if kinds <= {"none", "default"} and not same and any(translated):
+    translated, scaled = (there.translated, here.translated), (there.is_scaled, here.is_scaled)
+    located = any(any(each.translation_zyx) for each in (there, here) if not each.is_scaled)
+    if not any(scaled) and not located and not same and any(translated):
         raise _AlignmentError("both have voxels of size 1 without a unit and start at 0, but their shapes differ")
-    if kinds <= {"none", "default"} or kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
+    bare = None in (volume.geometry, array.geometry)
+    if (not any(scaled) and not located) or (scaled[0] != scaled[1] and (bare or (same and not located))):
         return _by_shape(*shapes)
     found = _measured(there, here, *shapes)
     if not same or (found.factors, found.offsets) != (ONES, ZEROS):  # else both decide alike, right or wrong
@@ -200,7 +202,7 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
             if each.level and (problem := each.contradictions.get(each.level.path)):
                 raise _AlignmentError(problem)
     full = all(map(fits, *shapes, found.factors))
-    if "scale" in kinds and len(kinds) == 2 and not (full and found.offsets == ZEROS):
+    if scaled[0] != scaled[1] and not (full and found.offsets == ZEROS):
         raise _AlignmentError("one has voxels of size 1 without a unit")
     if not full and volume.level and volume.source.address == array.source.address:
         raise _AlignmentError("levels of one pyramid cover the same region, but these scales and shapes do not")
@@ -208,15 +210,6 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
         raise _AlignmentError("they have the same extent, but only one has a translation")
     caveat = None if full or translated[1] else "as if both started at the same voxel, because it has no translation"
     return replace(found, caveat=caveat)
-
-
-def _kind(volume: Volume) -> str:
-    """How a volume's position is known: 'none', a writer's 'default', 'voxels' (a translation only), or 'scale'."""
-    if (geometry := volume.geometry) is None:
-        return "none"
-    if set(geometry.scale_zyx) != {1.0} or any(unit in MICROMETERS for unit in geometry.units_zyx):
-        return "scale"
-    return "voxels" if any(geometry.translation_zyx) else "default"
 
 
 def _measured(there: Geometry, here: Geometry, volume_zyx: Triple, array_zyx: Triple) -> Alignment:

@@ -42,11 +42,10 @@ class ShardIndexError(ValueError):
     """The index of a shard is damaged, which makes all its chunks unreadable."""
 
 
-def key_form(array: zarr.Array[Any]) -> KeyForm:
-    if array.metadata.zarr_format == 2:
-        return "v2", str(array.metadata.dimension_separator)
-    encoding = array.metadata.chunk_key_encoding
-    return str(encoding.name), str(getattr(encoding, "separator", None))
+def _key_form(metadata: Any) -> KeyForm:
+    if metadata.zarr_format == 2:
+        return "v2", str(metadata.dimension_separator)
+    return str(metadata.chunk_key_encoding.name), str(getattr(metadata.chunk_key_encoding, "separator", None))
 
 
 class ChunkGrid:
@@ -59,7 +58,7 @@ class ChunkGrid:
         self.array = array
         self.axes = axes
         self.source = source
-        self.form = form or key_form(array)
+        self.form = form or _key_form(array.metadata)
         outer = array.shards or array.chunks
         self.shape_zyx = axes.zyx_of(array.shape)
         self.chunk_zyx = axes.zyx_of(array.chunks)
@@ -246,9 +245,8 @@ class ChunkGrid:
         self._last = key, data, index
         with self._lock:
             cached = self._indices.get(key)
-            if cached is None or (index is not None and np.array_equal(cached.entries, index.entries)):
-                return index
-            del self._indices[key]
+            if cached and (index is None or not np.array_equal(cached.entries, index.entries)):
+                del self._indices[key]
         return index
 
     def _name(self, index_zyx: Sequence[Any]) -> str:

@@ -71,12 +71,17 @@ class Geometry:
         return None if z is None or y is None or x is None else (z, y, x)
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the voxel size is known: writers that do not know it write 1 without a unit."""
+        return set(self.scale_zyx) != {1.0} or any(unit in MICROMETERS for unit in self.units_zyx)
+
+    @property
     def is_square(self) -> bool:
         """Whether voxels are as long along y as along x (within 0.1 %), or it is unknown."""
-        (_, y, x), (_, unit_y, unit_x) = self.scale_zyx, self.units_zyx
-        one, two = (MICROMETERS.get(unit or "") for unit in (unit_y, unit_x))
-        if one is None or two is None:
-            return unit_y != unit_x or math.isclose(y, x, rel_tol=1e-3)
+        (_, y, x), (_, *units) = self.scale_zyx, self.units_zyx
+        one, two = (MICROMETERS.get(unit or "", 1.0) for unit in units)
+        if not MICROMETERS.keys() >= set(units) and units[0] != units[1]:
+            return True
         return math.isclose(y * one, x * two, rel_tol=1e-3)
 
     def resized(self, scale_zyx: FloatTriple, units_zyx: tuple[str | None, str | None, str | None]) -> Geometry:

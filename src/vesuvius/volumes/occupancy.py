@@ -12,7 +12,6 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +152,7 @@ def coarse_map(
     blocks = list(itertools.product(*(_spans(alignment, axis, cell[axis], steps[axis]) for axis in range(3))))
     boxes = [box_along(voxels for voxels, _, _ in block) for block in blocks]
     reading = f"reading {coarse.name} for the foreground of {volume.name}"
-    with closing(coarse):
+    with coarse:
         for number, block in enumerate(with_progress(blocks, reading, len(blocks))):
             for near in boxes[number : number + 2]:
                 coarse.stage(near)

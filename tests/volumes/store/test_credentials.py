@@ -169,13 +169,6 @@ def test_every_request_is_signed_with_the_available_credentials(
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 
 
-def test_credentials_have_the_documented_precedence(s3_requests: OddServer, set_up: Callable[[str], None]) -> None:
-    for kind in ("default profile", "instance", "environment"):
-        set_up(kind)
-    Source("s3://bucket/v", StoreConfig()).get("data")
-    assert {key_of(asked) for asked in s3_requests.asked} == {"ENVIRONMENT us-east-1"}
-
-
 def test_renewed_keys_of_a_profile_are_read_again(
     s3_requests: OddServer, set_up: Callable[[str], None], cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

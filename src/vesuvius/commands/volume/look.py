@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 
 from vesuvius.commands.cli import full_path, natural, positive, say, triple
@@ -56,7 +56,7 @@ def add_info(commands: Commands) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     if arguments.other is not None:
-        with closing(open_volume(source_of(arguments))) as volume, closing(open_volume(arguments.other)) as other:
+        with open_volume(source_of(arguments)) as volume, open_volume(arguments.other) as other:
             found = align(volume, other, "the array")
             facts = {
                 "volume": f"{volume.name}: {describe_geometry(volume)}",

@@ -50,17 +50,8 @@ def find_signing(address: str, anonymous: bool | None) -> Signing:
     account = _azure_account() if scheme == "az" else {}
     if anonymous and not (web and "@" in authority(address)):
         return Signing("not signed, because data.store.anonymous=true", {} if web else account | _UNSIGNED)
-    match scheme:
-        case "s3":
-            found = _aws()
-        case "gs":
-            found = _google()
-        case "az":
-            found = _azure(account)
-        case "hf":
-            found = _hugging_face()
-        case _:
-            found = _web(address)
+    finders = {"s3": _aws, "gs": _google, "az": lambda: _azure(account), "hf": _hugging_face}
+    found = finders.get(scheme, lambda: _web(address))()
     if isinstance(found, Signing):
         return found
     if anonymous is False and not web:
