@@ -7,7 +7,7 @@ Their types stand in `__init__.pyi`.
 import importlib
 from typing import Any
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _MODULES = {
     "config": ("ArrayConfig", "DataConfig", "StoreConfig", "VolumeConfig"),
