@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.conftest import textured, write_array
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
-from tests.support.tiny import tiny_sections
 from vesuvius.config.load import read_config
 from vesuvius.plan.plan import Plan
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.checkpoint.resume import drift_effects
-
-
-@pytest.fixture(scope="module")
-def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory in which the tiny run has made one step."""
-    folder = tmp_path_factory.mktemp("one_step")
-    config = folder / "tiny.yaml"
-    volume = write_array(folder / "volume.zarr", textured((96, 128, 128)))
-    config.write_text(yaml.safe_dump(tiny_sections("tiny", volume)))
-    with chdir(folder):
-        assert vesuvius_train(config, "training.max_steps=1") == 0
-    return folder
-
-
-@pytest.fixture
-def config(one_step: Path, tiny_config: WriteConfig) -> Path:
-    """Config of a run with one step, copied into the test's directory."""
-    shutil.copytree(one_step / "runs", "runs", symlinks=True)
-    return tiny_config()
 
 
 @pytest.mark.parametrize(
@@ -48,18 +25,18 @@ def config(one_step: Path, tiny_config: WriteConfig) -> Path:
     ],
 )
 def test_resuming_another_experiment_is_refused_with_the_differences(
-    config: Path, capsys: pytest.CaptureFixture[str], override: str, shown: str
+    trained: Path, capsys: pytest.CaptureFixture[str], override: str, shown: str
 ) -> None:
     before = Path("runs/tiny/config.resolved.yaml").read_bytes()
-    assert vesuvius_train(config, "--resume", override) == 2
+    assert vesuvius_train(trained, "--resume", override) == 2
     assert shown in capsys.readouterr().err
     assert Path("runs/tiny/config.resolved.yaml").read_bytes() == before
 
 
-def test_resuming_on_another_dtype_is_refused(config: Path, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_on_another_dtype_is_refused(trained: Path, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     volume.rename(volume.with_name("old.zarr"))
     write_array(volume, textured((96, 128, 128), dtype="uint16"))
-    assert vesuvius_train(config, "--resume") == 2
+    assert vesuvius_train(trained, "--resume") == 2
     assert "plan.volumes" in capsys.readouterr().err
 
 
@@ -77,33 +54,33 @@ def test_accepted_drift_continues_and_is_recorded(tiny_config: WriteConfig, caps
     assert [v["best_step"] for v in records_of("validation")] == [1, 2], "losses before and behind do not compare"
 
 
-def test_drift_that_changes_weight_shapes_is_always_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
+def test_drift_that_changes_weight_shapes_is_always_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(trained, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
     assert "do not fit the network, even with --allow-drift" in capsys.readouterr().err
 
 
-def test_intensity_ranges_are_estimated_again_only_if_the_data_changed(config: Path, volume: Path) -> None:
+def test_intensity_ranges_are_estimated_again_only_if_the_data_changed(trained: Path, volume: Path) -> None:
     newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
     intensities = newest()["intensities"]
     write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
     data = f"data.volumes=[{{path: {volume.with_name('new.zarr')}}}]"
-    assert vesuvius_train(config, "--resume", "--allow-drift", data, "training.max_steps=2") == 0
+    assert vesuvius_train(trained, "--resume", "--allow-drift", data, "training.max_steps=3") == 0
     assert newest()["intensities"] == intensities, "a volume may move: the same array at another place"
-    other = [data, "data.patches_per_region=8", "training.max_steps=3"]
-    assert vesuvius_train(config, "--resume", "--allow-drift", *other) == 0
+    other = [data, "data.patches_per_region=8", "training.max_steps=4"]
+    assert vesuvius_train(trained, "--resume", "--allow-drift", *other) == 0
     assert newest()["intensities"] != intensities
 
 
 def test_a_volume_may_move_and_a_setting_may_change_between_stop_and_resume(
-    config: Path, volume: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = volume.rename(volume.with_name("moved.zarr"))
-    arguments = [f"data.volumes=[{{path: {moved}}}]", "training.lr=2e-3", "training.max_steps=2"]
-    assert vesuvius_train(config, "--resume", *arguments) == 0
+    arguments = [f"data.volumes=[{{path: {moved}}}]", "training.lr=2e-3", "training.max_steps=3"]
+    assert vesuvius_train(trained, "--resume", *arguments) == 0
     shown = capsys.readouterr()
     assert "changed since the checkpoint: training.lr: was 0.001, is 0.002" in shown.out
     assert re.search(
-        r"WARNING changed since the checkpoint: learning rate: \S+ in step 1, \S+ instead of \S+ in step 2", shown.err
+        r"WARNING changed since the checkpoint: learning rate: \S+ in step 2, \S+ instead of \S+ in step 3", shown.err
     )
 
 
@@ -136,7 +113,7 @@ def test_allow_drift_requires_resume(tiny_config: WriteConfig, capsys: pytest.Ca
 
 
 def test_another_plan_version_is_named_as_the_only_difference_and_accepted_drift_keeps_the_intensity_ranges(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The data and the meaning of the weights are the same; only the voxels of sample i differ."""
     describe = Plan.describe
@@ -148,17 +125,17 @@ def test_another_plan_version_is_named_as_the_only_difference_and_accepted_drift
 
     monkeypatch.setattr(Plan, "describe", newer)
     capsys.readouterr()
-    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 2
+    assert vesuvius_train(trained, "--resume", "training.max_steps=3") == 2
     _, line, remedy = capsys.readouterr().err.splitlines()
     assert re.search(r"plan.version: was \d, is \d \(this version of vesuvius draws other samples", line)
     assert "--allow-drift" in remedy
     monkeypatch.setattr("vesuvius.stream.start.prepare.estimate_intensity_range", None)  # nobody may ask for it
-    assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
-    assert [s["step"] for s in steps_of()] == [1, 2]
+    assert vesuvius_train(trained, "--resume", "--allow-drift", "training.max_steps=3") == 0
+    assert [s["step"] for s in steps_of()] == [1, 2, 3]
     assert re.match(r"plan\.version: was \d, is \d ", records_of("run_start")[1]["accepted"][0])
 
 
-def test_another_optimizer_is_refused_even_with_allow_drift(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_optimizer_is_refused_even_with_allow_drift(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--allow-drift"]):
-        assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
+        assert vesuvius_train(trained, "--resume", *arguments, "training.optimizer=muon") == 2
         assert "Cannot resume with training.optimizer=" in capsys.readouterr().err

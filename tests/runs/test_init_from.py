@@ -109,22 +109,20 @@ def test_a_start_from_weights_that_mean_something_else_or_nothing_ends_before_it
     assert "WARNING training.init_from: data.normalize.high: was null, is 200.0" in said
 
 
-def test_spectral_noise_levels_are_compared_as_what_they_come_to(tiny_config: WriteConfig) -> None:
-    config = tiny_config("first", training={"max_steps": 1})
-    assert vesuvius_train(config) == 0
-    (source,) = Path("runs/first/checkpoints").glob("step_*/model.safetensors")
+def test_spectral_noise_levels_are_compared_as_what_they_come_to(trained: Path) -> None:
+    source = Path("runs/tiny/checkpoints/step_00000002/model.safetensors")
     facts = DataFacts.from_state(load_state(source.with_name("state.pt")), source)
-    now = read_config(config)
+    now = read_config(trained)
     other = replace(facts, spectrum=Spectrum.white())
     assert compare_initial(source, now, facts) == []
     (line,) = compare_initial(source, now, other)
     sigma = float(line.split("was ")[1].split(",")[0])
     assert f"diffusion.sigma_max={sigma} keeps the noise levels of the weights" in line
-    fixed = read_config(config, [f"diffusion.sigma_max={sigma}"])
+    fixed = read_config(trained, [f"diffusion.sigma_max={sigma}"])
     assert compare_initial(source, fixed, other) == [], "as advised: the same levels in other words"
     for override in (f"diffusion.sigma_max={2 * sigma}", "diffusion.sigma_min=0.04"):
         with pytest.raises(ConfigError, match=r"diffusion.sigma_m.*: was"):
-            compare_initial(source, read_config(config, [override]), facts)
+            compare_initial(source, read_config(trained, [override]), facts)
 
 
 RANK_1_READS_NO_WEIGHTS = """
@@ -139,10 +137,8 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_ranks_get_initial_weights_from_rank_0(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    assert vesuvius_train(tiny_config("first"), "training.max_steps=3", "training.lr=0.05") == 0
-    (first,) = Path("runs/first/checkpoints").glob("step_*")
-    start = {"init_from": str(first / "model.safetensors"), "max_steps": 2, "train_batch_size": 2}
+def test_ranks_get_initial_weights_from_rank_0(trained: Path, tiny_config: WriteConfig, tmp_path: Path) -> None:
+    start = {"init_from": str(tmp_path / "runs/tiny"), "max_steps": 2, "train_batch_size": 2}
     assert vesuvius_train(tiny_config("one", training=start)) == 0
     several = tiny_config("two", training=start | {"train_batch_size": 1, "ranks": 2})
     with started_ranks(several, tmp_path, 2, program=("-c", RANK_1_READS_NO_WEIGHTS)) as ranks:

@@ -59,7 +59,7 @@ def test_a_moved_run_saves_where_it_is_now_and_leaves_its_successor_alone(
         assert session.end() == 0, session.text()
 
 
-@pytest.mark.parametrize("at", ["between two saves", "before the last save"])
+@pytest.mark.parametrize("at", ["between two saves", pytest.param("before the last save", marks=pytest.mark.long)])
 def test_a_run_without_a_directory_ends_with_an_error_and_does_not_create_it_again(
     tiny_config: WriteConfig, tmp_path: Path, at: str
 ) -> None:

@@ -71,7 +71,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("validate_every", [0, 3])
+@pytest.mark.parametrize("validate_every", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_the_ranks_end_together_after_a_step_that_rank_0_is_last_to_know_of(
     tiny_config: WriteConfig, tmp_path: Path, validate_every: int
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import fork_server
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.training import periodic, run
@@ -82,15 +79,13 @@ def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteCo
 
 
 def test_a_finished_run_resumes_with_exit_0_without_its_volumes_and_an_existing_run_is_not_overwritten(
-    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=2") == 0
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
-    assert vesuvius_train(config, "training.max_steps=2") == 2
+    assert vesuvius_train(trained, "training.max_steps=2") == 2
     assert "--resume" in capsys.readouterr().err
     volume.rename(volume.with_name("archived.zarr"))
-    assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
+    assert vesuvius_train(trained, "training.max_steps=2", "--resume") == 0
     assert "is already finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
@@ -125,15 +120,12 @@ def test_an_explicit_resume_of_no_run_is_refused_with_the_place(
 
 
 def test_a_run_killed_before_its_first_step_can_be_resumed(
-    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     for path in Path("runs/tiny").iterdir():  # what a start writes before its first step
         if path.name not in ("config.source.yaml", "config.resolved.yaml", "session.json", ".lock"):
             path.rename(tmp_path / path.name)
-    capsys.readouterr()
-    assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0
+    assert vesuvius_train(trained, "--resume", "training.max_steps=1") == 0
     captured = capsys.readouterr()
     assert f"no complete checkpoint in {tmp_path / 'runs/tiny/checkpoints'}: starting at step 0" in captured.out
 
@@ -151,16 +143,14 @@ def test_training_resume_auto_resumes_also_from_the_copied_config(
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+    trained: Path, tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(training={"save_every": 1})
-    assert vesuvius_train(tiny_config("straight"), "training.max_steps=3") == 0
-    assert vesuvius_train(config, "training.max_steps=2") == 0
     damaged = Path("runs/tiny/checkpoints/step_00000002/state.pt")
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0
+    assert vesuvius_train(trained, "--resume", "training.max_steps=3") == 0
     assert "step_00000002: the checksum of state.pt" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1, 2, 2, 3]
+    assert vesuvius_train(tiny_config("straight"), "training.max_steps=3") == 0
     assert_same_weights("straight")
 
 
@@ -171,15 +161,13 @@ def files_below(path: Path) -> dict[str, bytes]:
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwritten(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(training={"save_every": 1})
-    assert vesuvius_train(config, "training.max_steps=2") == 0
     for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
         (checkpoint / "manifest.json").unlink()
     before = files_below(Path("runs"))
     for more in ([], ["--dry-run"]):
-        assert vesuvius_train(config, "--resume", "training.max_steps=3", *more) == 6
+        assert vesuvius_train(trained, "--resume", "training.max_steps=3", *more) == 6
         (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
         assert (
             f"All checkpoints in {Path.cwd()}/runs/tiny/checkpoints are damaged: step_00000001, step_00000002; restore"
@@ -187,33 +175,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
         )
         assert files_below(Path("runs")) == before
     Path("runs/tiny/checkpoints").rename("damaged")
-    assert vesuvius_train(config, "--resume", "training.max_steps=1") == 0, "as the message says"
+    assert vesuvius_train(trained, "--resume", "training.max_steps=1") == 0, "as the message says"
     assert [s["step"] for s in steps_of()] == [1, 2, 1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
-    tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
-) -> None:
-    training = {"epochs": 40, "save_every": 1000}
-    config = tiny_config("stopped", training=training)
-    command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
-    with fork_server.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "Train step 3/" in line:
-                process.send_signal(number)
-                break
-        output = process.stdout.read()
-    assert process.returncode == (130 if number == signal.SIGINT else 75), output
-    stopped_at = load_checkpoint(list_checkpoints(Path("runs/stopped/checkpoints"))[-1])["step"]
-    assert stopped_at >= 3
-    end = f"training.max_steps={stopped_at + 1}"
-    assert vesuvius_train(config, "--resume", end) == 0
-    assert vesuvius_train(tiny_config("straight", training=training), end) == 0
-    assert_same_weights("straight", "stopped")
 
 
 def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,25 +252,24 @@ def test_a_time_limit_reached_before_the_run_begins_leaves_nothing(
 
 
 def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_network(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path, tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert vesuvius_train(tiny_config("first"), "training.max_steps=2") == 0
-    config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"})
+    config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/tiny"})
     assert vesuvius_train(config, "model.blocks_per_level=2") == 2
     assert "training.init_from" in capsys.readouterr().err
     assert not Path("runs/second").exists()
     assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
-    first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
+    first = load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])["averages"]["ema"]["weights"]
     # After the checks, as if the other run pruned it during the start.
     check = run._check_kernels
 
     def prune_and_check(*arguments: Any) -> Any:
-        shutil.rmtree("runs/first/checkpoints", ignore_errors=True)
+        shutil.rmtree("runs/tiny/checkpoints", ignore_errors=True)
         return check(*arguments)
 
     monkeypatch.setattr(run, "_check_kernels", prune_and_check)
     assert vesuvius_train(config, "training.max_steps=1") == 0
-    assert f"starting from the weights of {Path.cwd()}/runs/first/checkpoints/step_00000002" in capsys.readouterr().out
+    assert f"starting from the weights of {Path.cwd()}/runs/tiny/checkpoints/step_00000002" in capsys.readouterr().out
     second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])
     assert second["step"] == 1
     for name, weight in first.items():

@@ -113,7 +113,6 @@ self_test.convolution_errors = slowed(lambda *_: {}, lambda *_: True)
 """,
 }
 CASES = [
-    ("micro-batches", "USR1", 2),
     ("micro-batches", "TERM", 2),
     ("validation", "XCPU", 3),
     ("kernels", "INT", None),
@@ -149,6 +148,7 @@ def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
     assert_same_weights("straight")
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_each_signal_of_a_scheduler_saves(tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals) -> None:
     with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
@@ -159,6 +159,7 @@ def test_each_signal_of_a_scheduler_saves(tiny_config: WriteConfig, tmp_path: Pa
     assert checkpoint_steps(tmp_path / "runs/tiny")
 
 
+@pytest.mark.long
 def test_readers_and_daemons_survive_the_signals_of_a_scheduler(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """It sends them to all processes of a job."""
     with Session(tiny_config(training={"epochs": 1000, "workers": 1}), tmp_path) as session:

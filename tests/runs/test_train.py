@@ -26,19 +26,20 @@ from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
 
 STEP_LINE = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO Train step \d+/20 epoch [12]/2 loss \d+\.\d{5} lr \d\.\de-\d\d step_s [\d.]+ "
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO Train step \d+/10 epoch [12]/2 loss \d+\.\d{5} lr \d\.\de-\d\d step_s [\d.]+ "
     r"data_s [\d.]+ h2d_s [\d.]+ gpu_s [\d.]+ other_s -?[\d.]+ data_pct [\d.]+ samples_s [\d.]+ vram_gib - "
     r"ram_gib [\d.]+/[\d.]+ workers 0 worker_max_gib - eta (-|\w+)( pause_s [\d.]+)?"
 )
+KEPT = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5], "steps_per_epoch": 5}
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the config `tiny.yaml` and its run of 20 steps, read-only for tests."""
+    """A folder with the config `tiny.yaml` and its run of 10 steps, read-only for tests."""
     folder = tmp_path_factory.mktemp("whole_run")
     config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
-    config["training"] |= {"preview_every": 10, "keep_last": 2}
-    config["monitor"] |= {"verdict_every": 10, "sample_every_s": 0.5}
+    config["training"] |= KEPT | {"validate_every": 3, "validate_patches": 2, "preview_every": 4}
+    config["monitor"] |= {"verdict_every": 5, "sample_every_s": 0.5, "tensorboard": True}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     with chdir(folder):
         assert vesuvius_train(folder / "tiny.yaml") == 0
@@ -53,33 +54,28 @@ def in_whole_run(whole_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_whole_run")
 def test_a_run_leaves_the_documented_files() -> None:
     config, run = Path("tiny.yaml"), Path("runs/tiny")
-    for name in (
-        "config.source.yaml",
-        "config.resolved.yaml",
-        "env.json",
-        "split.json",
-        "logs/train_full.log",
-        "metrics.jsonl",
-        "system.jsonl",
-        "checkpoints/step_00000010/model.safetensors",
-        "checkpoints/step_00000010/config.yaml",
-        "checkpoints/step_00000020/state.pt",
-        "samples/step_00000010.png",
-        "samples/step_00000020.png",
-    ):
+    files = "env.json", "logs/train_full.log", "metrics.jsonl", "system.jsonl", "checkpoints/step_00000008/config.yaml"
+    states = "checkpoints/step_00000010/model.safetensors", "checkpoints/step_00000010/state.pt"
+    for name in (*files, *states, "samples/step_00000004.png", "samples/step_00000010.png"):
         assert (run / name).exists(), name
     assert (run / "config.source.yaml").read_text() == config.read_text()
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["clip_norm"] == 1.0
     split = json.loads((run / "split.json").read_text())
     assert split["volumes"][0]["validation"] is not None
     assert json.loads((run / "env.json").read_text())["packages"]["torch"]
-    lines = [line for line in (run / "logs/train_full.log").read_text().splitlines() if "Train step" in line]
-    assert len(lines) == 20
+    log = (run / "logs/train_full.log").read_text()
+    lines = [line for line in log.splitlines() if "Train step" in line]
+    assert len(lines) == 10
     for line in lines:
         assert STEP_LINE.fullmatch(line), line
         figures = dict(pairwise(line.partition("Train step")[2].split()))
         parts = sum(float(figures[name]) for name in ("data_s", "h2d_s", "gpu_s", "other_s"))
         assert parts == pytest.approx(float(figures["step_s"]), abs=0.0026)  # five roundings of half a millisecond
+    assert "Verdict step 10/10" in log
+    assert len(re.findall(r"INFO Validation step \d+/10 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 4
+    alarming = r"killed|oom|out of memory|(?<!relative_)error|warn|\x1b"
+    assert not re.search(alarming, log, re.IGNORECASE), "a healthy run says no alarming words"
+    assert list((run / "tb").glob("events.*"))
     picture = np.asarray(Image.open(run / "samples/step_00000010.png"))
     left, right = np.array_split(picture[40:], 2, axis=1)
     assert min(left.std(), right.std()) > 10
@@ -89,7 +85,7 @@ def test_a_run_leaves_the_documented_files() -> None:
 @pytest.mark.usefixtures("in_whole_run")
 def test_the_times_of_every_step_add_up_and_records_are_unrounded() -> None:
     steps = steps_of()
-    assert [s["step"] for s in steps] == list(range(1, 21))
+    assert [s["step"] for s in steps] == list(range(1, 11))
     for s in steps:
         parts = [s["data_s"], s["h2d_s"], s["gpu_s"], s["other_s"]]
         assert sum(parts) == pytest.approx(s["step_s"], rel=1e-9)
@@ -98,22 +94,36 @@ def test_the_times_of_every_step_add_up_and_records_are_unrounded() -> None:
         assert 0 <= s["pause_s"] <= s["other_s"]
         assert s["vram_used_bytes"] is None, "null, not 0, where there is no GPU"
         assert s["ram_used_bytes"] < s["ram_limit_bytes"]
-    assert len({s["loss"] for s in steps}) == 20
+    assert len({s["loss"] for s in steps}) == 10
     # Each step begins where the one before ended; the records are written right behind their steps.
     between_s = steps[-1]["time"] - steps[0]["time"]
     assert sum(s["step_s"] for s in steps[1:]) == pytest.approx(between_s, rel=0.1)
     assert steps[0]["step_p95_s"] is None
     assert 0 < steps[-1]["step_p50_s"] <= steps[-1]["step_p95_s"] <= max(s["step_s"] for s in steps[1:])
     kinds = [r["kind"] for r in read_records(Path("runs/tiny/metrics.jsonl"))]
-    assert kinds[0] == "run_start"
-    assert kinds[-1] == "run_end"
+    assert (kinds[0], kinds[-1]) == ("run_start", "run_end")
 
 
 @pytest.mark.usefixtures("in_whole_run")
-def test_a_healthy_run_logs_no_alarming_words() -> None:
-    log = Path("runs/tiny/logs/train_full.log").read_text()
-    assert "Verdict step 10/20" in log
-    assert not re.search(r"killed|oom|out of memory|error|warn|\x1b", log, re.IGNORECASE)
+def test_a_run_validates_previews_and_keeps_the_configured_checkpoints() -> None:
+    validations = records_of("validation")
+    assert [v["step"] for v in validations] == [3, 6, 9, 10]
+    for validation in validations:
+        assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
+        for figures in validation["weights"].values():
+            assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
+            assert len(figures["bins"]) == 8
+    assert [p["step"] for p in records_of("preview")] == [4, 8, 10]
+    best = min(validations, key=lambda v: v["relative_error"])["step"]
+    kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
+    assert kept == {8, 10, best}
+    assert step_of(Path("runs/tiny/checkpoints/best").resolve()) == best
+
+
+def test_validations_and_previews_change_no_weight(tiny_config: WriteConfig, whole_run: Path) -> None:
+    assert vesuvius_train(tiny_config("alone", training=KEPT | {"save_every": 10})) == 0
+    Path("runs/tiny").symlink_to(whole_run / "runs/tiny")
+    assert_same_weights("alone")
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -133,32 +143,6 @@ def test_the_order_of_samples_does_not_depend_on_the_micro_batch(tiny_config: Wr
     losses = [[s["loss"] for s in steps_of(name)] for name in ("1x4", "2x2", "4x1")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # float32 sums in another order
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
-
-
-def test_a_run_validates_previews_and_keeps_the_configured_checkpoints(tiny_config: WriteConfig) -> None:
-    training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4}
-    keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
-    config = tiny_config(training=training | keep | {"steps_per_epoch": 5}, monitor={"tensorboard": True})
-    assert vesuvius_train(config) == 0
-    validations = records_of("validation")
-    assert [v["step"] for v in validations] == [3, 6, 9, 10]
-    for validation in validations:
-        assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
-        for figures in validation["weights"].values():
-            assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
-            assert len(figures["bins"]) == 8
-    assert [p["step"] for p in records_of("preview")] == [4, 8, 10]
-    best = min(validations, key=lambda v: v["relative_error"])["step"]
-    kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
-    assert kept == {8, 10, best}
-    assert step_of(Path("runs/tiny/checkpoints/best").resolve()) == best
-    quiet = {"validate_every": 0, "preview_every": 0, "save_every": 10}
-    assert vesuvius_train(tiny_config("alone", training=training | keep | quiet | {"steps_per_epoch": 5})) == 0
-    assert_same_weights("alone")  # validations and previews change none
-    log = Path("runs/tiny/logs/train_full.log").read_text()
-    assert len(re.findall(r"INFO Validation step \d+/10 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 4
-    assert not re.search(r"killed|oom|out of memory|(?<!relative_)error|warn", log, re.IGNORECASE)
-    assert list(Path("runs/tiny/tb").glob("events.*"))
 
 
 BAD_DATA = [
@@ -196,29 +180,25 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
 
 
 def test_failed_saves_leave_the_older_checkpoint_intact_and_the_run_continues_to_exit_6(
-    tiny_config: WriteConfig, tmp_path: Path
+    trained: Path, tmp_path: Path
 ) -> None:
-    config = tiny_config(training={"save_every": 1})
-    assert vesuvius_train(config, "training.max_steps=1") == 0
-    (old,) = list_checkpoints(Path("runs/tiny/checkpoints"))
-    size = (old / "state.pt").stat().st_size
-    arguments = ["--config", str(config), "--resume", "training.max_steps=3"]
+    old = list_checkpoints(Path("runs/tiny/checkpoints"))
+    size = (old[-1] / "state.pt").stat().st_size
+    arguments = ["--config", str(trained), "--resume", "training.max_steps=4", "training.save_every=1"]
     result = fork_server.run(
-        [*with_small_files("train", size // 2), *arguments],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
+        [*with_small_files("train", size // 2), *arguments], cwd=tmp_path, text=True, capture_output=True
     )
     assert result.returncode == 6, result.stderr
     assert "Cannot write checkpoint" in result.stderr
-    assert "Train step 3/3" in result.stdout, "a failed save does not end the run"
-    assert [(e["event"], e["step"]) for e in records_of("event")] == [("save_failed", n) for n in (2, 3)]
-    (saved,) = records_of("checkpoint")
-    assert (saved["step"], saved["bytes"]) == (1, sum(path.stat().st_size for path in old.iterdir()))
+    assert "Train step 4/4" in result.stdout, "a failed save does not end the run"
+    assert [(e["event"], e["step"]) for e in records_of("event")] == [("save_failed", n) for n in (3, 4)]
+    saved = records_of("checkpoint")
+    sizes = [sum(path.stat().st_size for path in each.iterdir()) for each in old]
+    assert [(each["step"], each["bytes"]) for each in saved] == list(zip((1, 2), sizes, strict=True))
     assert [end["cause"][:4] for end in records_of("run_end")] == ["done", "Cann"], "Cannot write checkpoint ..."
-    assert list_checkpoints(Path("runs/tiny/checkpoints")) == [old]
-    assert load_checkpoint(old)["step"] == 1
-    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
+    assert list_checkpoints(Path("runs/tiny/checkpoints")) == old
+    assert load_checkpoint(old[-1])["step"] == 2
+    assert vesuvius_train(trained, "--resume", "training.max_steps=3") == 0
 
 
 def test_the_full_experiment_explains_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -15,12 +14,10 @@ import pytest
 
 from tests.conftest import run_vesuvius, wait_until_gone
 from tests.support.chunk_server import ChunkServer
-from tests.support.kill_harness import Session, final_difference
+from tests.support.kill_harness import Session
 from tests.support.runs import WriteConfig, records_of, vesuvius_train
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.feeder import Batch, StreamInterrupted
-from vesuvius.stream.stream import PatchStream
-from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
+from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 
 # The run could not end by itself within these seconds: a request counts as failed after so many.
 NEVER_S = 300.0
@@ -46,30 +43,6 @@ def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) ->
     started = time.monotonic()
     session.process.send_signal(number)
     return session.process.wait(timeout=SOON_S), time.monotonic() - started
-
-
-@pytest.mark.usefixtures("of_two_micro_batches")
-def test_a_step_dropped_in_its_second_micro_batch_leaves_no_trace(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first micro-batch is already in the gradient; a program that saved it, or its samples, would differ."""
-    stopped, straight = (tiny_config(name, training={"max_steps": 5}) for name in ("stopped", "straight"))
-    whole_next, asked = PatchStream.__next__, iter(range(100))
-
-    def interrupted_next(stream: PatchStream) -> Batch:
-        if next(asked) == 5:  # counted from 0: the second of step 3
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise StreamInterrupted
-        return whole_next(stream)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PatchStream, "__next__", interrupted_next)
-        assert vesuvius_train(stopped) == 75
-    (checkpoint,) = list_checkpoints(Path("runs/stopped/checkpoints"))
-    state = load_checkpoint(checkpoint)
-    assert (state["step"], state["sample_index"]) == (2, 8)
-    assert vesuvius_train(stopped, "--resume") == vesuvius_train(straight) == 0
-    assert final_difference(Path("runs/stopped"), Path("runs/straight")) is None
 
 
 @pytest.mark.parametrize("hangs", [r"volume\.zarr/\.z", r"volume\.zarr/\d"], ids=["metadata", "intensities"])
