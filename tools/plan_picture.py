@@ -5,7 +5,7 @@ python tools/plan_picture.py docs/plan.svg
 
 from __future__ import annotations
 
-import argparse
+import sys
 from typing import Any
 
 import matplotlib
@@ -26,9 +26,6 @@ BLUE, ORANGE, GREEN, GRAY = "#2b6cb0", "#c05621", "#2f855a", "#a0aec0"
 
 def main() -> None:
     """Write the picture to the path on the command line."""
-    parser = argparse.ArgumentParser(description="Draw the picture of docs/plan.md.")
-    parser.add_argument("out", help="where to write, e.g. docs/plan.svg")
-    out = parser.parse_args().out
     matplotlib.rcParams.update({"svg.hashsalt": "plan", "font.size": 9, "font.family": "sans-serif"})
     figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.6), width_ratios=(1, 1, 1.15), layout="constrained")
     plan = _plan()
@@ -41,7 +38,7 @@ def main() -> None:
     axes[2].set_title(
         "a window of M = 16 regions, K = 8 patches of each:\neach round takes one patch of every region in it"
     )
-    figure.savefig(out, metadata={"Date": None})
+    figure.savefig(sys.argv[1], metadata={"Date": None})
 
 
 def _plan() -> Plan:

@@ -106,8 +106,7 @@ FULL_PEERS = [
     _monai("monai, 3 levels", (128, 256, 512), 2, 16, (32, 16)),
 ]
 LEVELS = [{"checkpoint_levels": (0,)}, {"checkpoint_levels": (0, 1)}]
-NOT_RECOMPUTED = {"recompute_norm": False}
-LAST = {"channels_last": True}
+NOT_RECOMPUTED, LAST = {"recompute_norm": False}, {"channels_last": True}
 SWITCHES = [NOT_RECOMPUTED, LAST, LAST | NOT_RECOMPUTED, *LEVELS]
 
 

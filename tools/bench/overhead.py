@@ -3,15 +3,11 @@
     python tools/bench/overhead.py                                    # on a CPU: a few minutes
     python tools/bench/overhead.py --patch 72,136,136 --batch 4 --width 64 --turn-steps 10
 
-Ours is all of `training/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
-monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends only on (seed, sample),
-random symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared
-error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never reads
-its loss.
-
-Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
-from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared
-(`tools/bench/loaders.py`), nor are checkpoints, validation and previews, which are periodic.
+Ours is all of `training/run.py`, its terminal the null device.  The bare loop has what a script would have: noise from
+`torch.randn`, the network, mean squared error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs
+nothing, mirrors nothing, and never reads its loss.  Both have the same network, batch, accumulation and precision, and
+take their voxels from the same few batches in memory: the loader (`tools/bench/loaders.py`), checkpoints, validation and
+previews are not compared.
 
 The two take turns in one process, `--turn-steps` steps each, so that other load on the machine disturbs both alike.
 The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the
