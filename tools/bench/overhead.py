@@ -6,7 +6,7 @@
 Ours is all of `training/run.py`, its terminal the null device.  The bare loop has what a script would have: noise from
 `torch.randn`, the network, mean squared error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs
 nothing, mirrors nothing, and never reads its loss.  Both have the same network, batch, accumulation and precision, and
-take their voxels from the same few batches in memory: the loader (`tools/bench/loaders.py`), checkpoints, validation and
+take voxels from the same few batches in memory: the loader (`tools/bench/loaders.py`), checkpoints, validation and
 previews are not compared.
 
 The two take turns in one process, `--turn-steps` steps each, so that other load on the machine disturbs both alike.
