@@ -121,7 +121,8 @@ def _a_file(run: Path) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        _trained_by_hand, _trained_after_a_failed_demo, _resumed, _of_an_older_version, _with_other_files, _linked,
+        _trained_by_hand, pytest.param(_trained_after_a_failed_demo, marks=pytest.mark.long),
+        _resumed, _of_an_older_version, _with_other_files, _linked,
         _partly_linked, _a_file,
     ],
 )  # fmt: skip

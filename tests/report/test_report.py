@@ -287,6 +287,7 @@ def test_the_last_checkpoint_is_not_one_that_the_resume_could_not_use(tmp_path: 
     assert facts["last checkpoint"].startswith("step 8, ")
 
 
+@pytest.mark.long
 def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,16 +76,16 @@ def test_a_run_survives_a_change_of_directory_and_a_move_of_its_project(
 
     monkeypatch.setattr(TrainStep, "accumulate", change_directory)
     sections = tiny_sections("tiny", Path("v.zarr"))
-    sections["training"] |= {"validate_every": 2, "preview_every": 2, "save_every": 2, "max_steps": 4}
+    sections["training"] |= {"validate_every": 2, "preview_every": 2, "save_every": 1, "max_steps": 2}
     (home / "tiny.yaml").write_text(yaml.safe_dump(sections))
     assert vesuvius_train(Path("tiny.yaml")) == 0
     assert not (elsewhere / "runs").exists()
     run = home / "runs/tiny"
-    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["02", "04"]
+    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["01", "02"]
     text = (run / "config.resolved.yaml").read_text()
     assert re.search(rf"- path: v.zarr  # {home}/v.zarr$", text, re.MULTILINE)
     assert json.loads((run / "split.json").read_text())["volumes"][0]["path"] == str(home / "v.zarr")
     shutil.move(home, home.with_name("moved"))
     os.chdir(home.with_name("moved"))
-    assert vesuvius_train(Path("runs/tiny/config.resolved.yaml"), "training.max_steps=6", "--resume") == 0
-    assert list_checkpoints(home.with_name("moved") / "runs/tiny/checkpoints")[-1].name.endswith("06")
+    assert vesuvius_train(Path("runs/tiny/config.resolved.yaml"), "training.max_steps=3", "--resume") == 0
+    assert list_checkpoints(home.with_name("moved") / "runs/tiny/checkpoints")[-1].name.endswith("03")

@@ -81,6 +81,7 @@ def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page
     assert again["figures"] == found["figures"], "the same samples, the same figures"
 
 
+@pytest.mark.long
 def test_patches_of_a_generated_volume_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     box = "8:24,0:32,64:128"
     volume = ["--checkpoint", "shown", "--condition", str(Path("labels.zarr").resolve()), "--box", box, "--steps", "1",

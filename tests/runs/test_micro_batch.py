@@ -69,7 +69,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (8, 2, 1, [(8, 4), (4, 2)]),
         pytest.param(4, 2, 2, [(4, 2)], marks=pytest.mark.long),  # in the second micro-batch of the first step
-        (2, 1, 6, [(2, 1)]),  # in the second micro-batch of the second step
+        pytest.param(2, 1, 6, [(2, 1)], marks=pytest.mark.long),  # in the second micro-batch of the second step
     ],
 )
 def test_a_micro_batch_that_runs_out_of_memory_is_halved_and_the_run_equals_one_with_half(
@@ -173,6 +173,7 @@ def events_of(run: Path) -> list[tuple[int, int, int]]:
     return [(each["step"], each["before"], each["now"]) for each in found]
 
 
+@pytest.mark.long
 def test_a_rank_that_runs_out_of_memory_in_the_first_steps_halves_alone_while_the_others_wait(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

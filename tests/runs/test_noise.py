@@ -55,6 +55,7 @@ def test_a_run_measures_its_data_once_and_reuses_the_facts_for_resume_and_sampli
     assert drawn("parts", "one").tobytes() == drawn("straight", "other").tobytes()
 
 
+@pytest.mark.long
 def test_the_classic_ddpm_is_one_config_away(tiny_config: WriteConfig, volume: Path) -> None:
     tiny = ["model.channels=[8, 16]", "model.full_res_channels=4", "model.attention_heads=2"]
     steps = ["training.max_steps=2", "training.workers=0", "training.validate_every=0", "training.preview_every=0"]

@@ -254,6 +254,7 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert "guide_sha256 null (was " in capsys.readouterr().err
 
 
+@pytest.mark.long
 @in_plain
 @pytest.mark.parametrize("inpaint", [False, True], ids=["heun", "inpainting"])
 def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -> None:

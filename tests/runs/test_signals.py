@@ -114,7 +114,7 @@ self_test.convolution_errors = slowed(lambda *_: {}, lambda *_: True)
 }
 CASES = [
     ("micro-batches", "TERM", 2),
-    ("validation", "XCPU", 3),
+    pytest.param("validation", "XCPU", 3, marks=pytest.mark.long),
     ("kernels", "INT", None),
 ]
 

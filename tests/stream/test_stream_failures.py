@@ -105,6 +105,7 @@ def test_an_unclosed_stream_does_not_block_interpreter_exit(
     assert wait_until_gone([psutil.Process(pid) for pid in map(int, children) if psutil.pid_exists(pid)], 30) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch interrupts the executions while the next one is being made: the old one then ends without an error, and

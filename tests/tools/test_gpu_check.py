@@ -186,6 +186,7 @@ def test_a_step_whose_losses_are_off_is_wrong_also_where_their_mean_is_right(
 # ---- the command
 
 
+@pytest.mark.long
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path) -> None:
     done = run_check(tmp_path, "--rehearse", **bare_machine(tmp_path, "torch", "numpy", "pyyaml", "psutil"))
     assert done.returncode == 2

@@ -85,7 +85,8 @@ def test_a_compiled_block_is_counted_by_its_fused_kernels_forward_and_backward(s
     torch.testing.assert_close(out, block(x, weight))
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [1, 2])
 def test_a_compiled_block_passes_over_its_activations_as_often_as_counted_by_hand(step_cost: Any, batch: int) -> None:
     # A copy in another order of memory, a float32 activation, or statistics computed again are passes more.
     size, last = (batch, 16, 16, 16, 16), torch.channels_last_3d

@@ -442,6 +442,7 @@ def kill_when(command: list[str], reached: Callable[[], bool]) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_killed_import_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Killed early, late, and in a coarser level; test_copy.py covers chunks without shards."""
     voxels = scan("uint16", (40, 120, 130))

@@ -94,6 +94,7 @@ def test_exactly_the_chunks_of_air_are_absent(tmp_path):
     assert 0 < present < 36
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_volume(tmp_path):
     """Twelve times the depth, 5.8 MB more intensities and labels at level 0; buffers of several writers vary."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))

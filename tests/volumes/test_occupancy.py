@@ -293,7 +293,14 @@ def qualifying_of(prepared: PreparedData) -> set[Triple]:
     return {start for position in range(found.num_positions) if (start := found.at(position))}
 
 
-@pytest.mark.parametrize(("source", "remote"), [("mask", False), ("level", True), ("chunks", False)])
+@pytest.mark.parametrize(
+    ("source", "remote"),
+    [
+        pytest.param("mask", False, marks=pytest.mark.long),
+        pytest.param("level", True, marks=pytest.mark.long),
+        ("chunks", False),
+    ],
+)
 def test_every_patch_contains_enough_foreground_at_the_resolution_of_its_map(
     server: ChunkServer, tmp_path: Path, source: str, remote: bool
 ) -> None:

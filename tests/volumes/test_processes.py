@@ -81,7 +81,9 @@ def test_a_fork_while_other_threads_read_leaves_no_lock_held(tmp_path: Path) -> 
             thread.join()
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how", ["fork", *(pytest.param(how, marks=pytest.mark.long) for how in ("spawn", "forkserver"))]
+)
 def test_a_data_loader_with_workers_reads_an_open_volume(tmp_path: Path, how: str) -> None:
     volume = open_volume(write_array(tmp_path / "scan.zarr", VOXELS))
     volume[0]
@@ -111,6 +113,7 @@ def test_a_pickled_volume_keeps_its_settings_and_its_place(tmp_path: Path, monke
 # ---- remote volumes
 
 
+@pytest.mark.long
 def test_a_remote_volume_works_in_spawned_workers_and_is_refused_in_forked_ones(
     server: ChunkServer, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_a_failed_compilation_continues_eagerly_with_one_warning(
     assert said[0].endswith("set training.compile=false to skip the attempt")
 
 
+@pytest.mark.long
 def test_a_deep_network_stays_compiled_after_its_micro_batch_is_halved_twice() -> None:
     """24 kinds of blocks, each for three micro-batches; torch would say 'recompile_limit'."""
     regions = CompiledRegions("eager")

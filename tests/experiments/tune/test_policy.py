@@ -219,6 +219,7 @@ def test_two_pairs_are_never_sure_however_large_their_gain() -> None:
     assert (found.certainty, found.best, found.written) == ("likely", MORE, SOURCE)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "disturbance",
     [

@@ -76,6 +76,7 @@ def test_only_copies_of_training_patches_are_called_memorised() -> None:
     assert not metrics(found)["histogram_distance"].differs
 
 
+@pytest.mark.long
 def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
     found = metrics(judged(patches(scroll(5, SHAPE, air=False), COUNT, 8)))
     assert found["air"].differs

@@ -96,6 +96,7 @@ def test_a_model_that_ignores_the_rotations_of_training_differs_from_real(tmp_pa
     assert verdict(found).startswith("Generated patches fail 1 of 9 metrics: correlation distance")
 
 
+@pytest.mark.long
 def test_patches_cut_from_one_volume_are_at_the_floor_despite_its_single_orientation(tmp_path: Path) -> None:
     source = source_of(tmp_path, AugmentConfig())
     drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))

@@ -118,6 +118,7 @@ def test_an_extrapolated_plan_equals_its_own_trace(config: Config, amp: AmpMode)
     assert step.plan(7) == step.trace(7)
 
 
+@pytest.mark.long
 def test_muon_keeps_one_moment_per_kernel_and_adds_no_flops_per_patch() -> None:
     configs = [make_config(training={"optimizer": name}) for name in ("adamw", "muon")]
     adamw, muon = (plan_memory(config, 2) for config in configs)
@@ -182,6 +183,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert largest_batch(DEFAULT, vram_bytes=80 * GIB) == 1024, "of no use beyond"
 
 
+@pytest.mark.long
 def test_a_plan_allocates_no_tensors_and_the_largest_batch_stays_below_32_bit_indexing() -> None:
     config = DEFAULT.model_copy(update={"data": DEFAULT.data.model_copy(update={"patch_size": (72, 136, 136)})})
     with record_memory() as record:
