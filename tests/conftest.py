@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,43 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
         path, shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
     )
     array[...] = voxels
+    return path
+
+
+def write_ome(
+    path: Path,
+    levels: dict[str, Any],
+    scales: Sequence[Any] | None = None,
+    translations: dict[int, Any] | None = None,
+    unit: str | None = "micrometer",
+    version: str = "0.4",
+    chunk: int = 32,
+    entry: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write an OME-Zarr: the voxels of each level by its path, or a shape with one stored voxel.
+
+    The scales are 2.4 at the first level and as the shapes at others, unless given; `entry` is added to the metadata.
+    """
+    zarr_format = options.setdefault("zarr_format", 2 if version == "0.4" else 3)
+    group, datasets, finest = zarr.create_group(str(path), zarr_format=zarr_format), [], None
+    for number, (name, voxels) in enumerate(levels.items()):
+        shape = voxels if isinstance(voxels, tuple) else voxels.shape
+        finest = finest or shape
+        scale = scales[number] if scales else [2.4 * round(n / m) for n, m in zip(finest, shape, strict=True)]
+        transforms = [{"type": "scale", "scale": np.broadcast_to(scale, 3).astype(float).tolist()}]
+        if (shift := (translations or {}).get(number)) is not None:
+            transforms.append({"type": "translation", "translation": np.broadcast_to(shift, 3).astype(float).tolist()})
+        datasets.append({"path": name, "coordinateTransformations": transforms})
+        if isinstance(voxels, tuple):
+            group.create_array(name, shape=shape, chunks=(16, 16, 16), dtype="u1")[0, 0, 0] = 1
+        else:
+            write_array(path / name, voxels, chunk, **options)
+    axes = [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in "zyx"]
+    image = {"version": version, "axes": axes, "datasets": datasets} | (entry or {})
+    group.attrs.update(
+        {"multiscales": [image]} if version == "0.4" else {"ome": {"version": version, "multiscales": [image]}}
+    )
     return path
 
 

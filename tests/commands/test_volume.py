@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,33 +190,3 @@ def test_copy_shows_progress_and_then_a_summary(tmp_path, capsys, monkeypatch):
     assert (facts["voxel_bytes"], facts["fetched_bytes"] != "-") == ("0.25 MiB", True)
     assert re.search(r" INFO copying: \d of 9 chunks, .* [kM]B/s of voxels, about .* left\n", captured.err)
     assert "c.zarr, is complete" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments", [["info", "v.zarr", "--json"], pytest.param(["info", "--help"], marks=pytest.mark.long)]
-)
-def test_a_closed_pipe_is_no_error(tmp_path, arguments):
-    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
-    reading, writing = os.pipe()
-    os.close(reading)  # as `| head` does, sooner or later
-    done = fork_server.run(
-        [sys.executable, "-m", "vesuvius", "volume", *arguments],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which stands for a full disk")
-@pytest.mark.parametrize("option", [pytest.param("--json", marks=pytest.mark.long), "--help"])
-def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
-    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
-    command = [sys.executable, "-m", "vesuvius", "volume", "info", "v.zarr", option]
-    with open("/dev/full", "w") as full:
-        done = fork_server.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert done.returncode == 6
-    assert "Cannot write the output: [Errno 28]" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ shards are small here, so that there are many, with odd ends; one test has the r
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -19,10 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
+import nibabel
+import nrrd as pynrrd
 import numpy as np
 import pytest
 import tensorstore
+import tifffile
 import zarr
+from PIL import Image
 
 from tests.support import fork_server
 from tests.volume_tools.test_copy import DOOR, chunk_files
@@ -66,8 +72,6 @@ def imported(out: Path, level: int = 0) -> Voxels:
 
 def tiff(name: str = "v.tif", like: Callable[[Voxels], Voxels] = lambda voxels: voxels, **options: Any) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-
         tifffile.imwrite(folder / name, like(voxels), **options)
         return str(folder / name)
 
@@ -78,8 +82,6 @@ def tiff_pages(**options: Any) -> Any:
     """Pages with their headers in between, as most programs write them."""
 
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-
         with tifffile.TiffWriter(folder / "v.tif") as writer:
             for page in voxels:
                 writer.write(page, contiguous=False, metadata=None, **options)
@@ -92,8 +94,6 @@ def tiff_series(metadata: Any = None, *starts: int, **options: Any) -> Any:
     """Slices, or blocks of slices that begin at `starts`, each appended to the file as an image of its own."""
 
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-
         for block in np.split(voxels, starts) if starts else voxels:
             tifffile.imwrite(folder / "v.tif", block, append=True, metadata=metadata, **options)
         return str(folder / "v.tif")
@@ -103,8 +103,6 @@ def tiff_series(metadata: Any = None, *starts: int, **options: Any) -> Any:
 
 def color_slices(planarconfig: str) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-
         (folder / "scan").mkdir()
         for z, page in enumerate(map(others(2 if planarconfig == "contig" else 0), voxels)):
             tifffile.imwrite(folder / f"scan/s_{z}.tif", page, photometric="rgb", planarconfig=planarconfig)
@@ -117,8 +115,6 @@ def ome_files(count: int) -> Any:
     """An OME-TIFF of `count` files, opened by the last one, or by the folder if each file is one slice."""
 
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-
         parts, (z, y, x) = np.array_split(voxels, count), voxels.shape
         firsts = np.cumsum([0, *map(len, parts)])
         data = "".join(
@@ -146,9 +142,6 @@ def slices(ending: str, **options: Any) -> Any:
     """s_8, s_9, s_10, ...: sorted as text, s_10 would come first."""
 
     def write(folder: Path, voxels: Voxels) -> str:
-        import tifffile
-        from PIL import Image
-
         (folder / "scan").mkdir()
         for number, page in enumerate(voxels, 8):
             file = folder / "scan" / f"s_{number}{ending}"
@@ -164,8 +157,6 @@ def hdf5(
     key: str = "entry/data", size: Any = None, like: Callable[[Voxels], Voxels] = lambda v: v, **options: Any
 ) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
-        import h5py
-
         with h5py.File(folder / "v.h5", "w") as file:
             data = file.create_dataset(key, data=like(voxels), **options)
             file["angles"] = np.arange(9)
@@ -178,8 +169,6 @@ def hdf5(
 
 def nifti(name: str = "v.nii", order: str = "<") -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
-        import nibabel
-
         header = nibabel.Nifti1Header(endianness=order)
         header.set_data_dtype(voxels.dtype.newbyteorder(order))
         image = nibabel.Nifti1Image(voxels.T, np.diag([0.5, -0.25, 2.0, 1.0]), header)
@@ -191,8 +180,6 @@ def nifti(name: str = "v.nii", order: str = "<") -> Any:
 
 
 def nifti_pair(folder: Path, voxels: Voxels) -> str:
-    import nibabel
-
     nibabel.save(nibabel.Nifti1Pair(voxels.T, np.eye(4)), folder / "v.img")
     (folder / "v.img").unlink()
     return str(folder / "v.hdr")
@@ -200,10 +187,8 @@ def nifti_pair(folder: Path, voxels: Voxels) -> str:
 
 def nrrd(name: str = "v.nrrd", like: Callable[[Voxels], Voxels] = lambda voxels: voxels, **header: Any) -> Any:
     def write(folder: Path, voxels: Voxels) -> str:
-        import nrrd as library
-
         array = np.asfortranarray(like(voxels).T)
-        library.write(str(folder / name), array, {"encoding": "raw"} | header, detached_header=name.endswith("nhdr"))
+        pynrrd.write(str(folder / name), array, {"encoding": "raw"} | header, detached_header=name.endswith("nhdr"))
         return str(folder / name)
 
     return write
@@ -218,8 +203,6 @@ def npy(like: Callable[[Voxels], Voxels]) -> Any:
 
 
 def n5(folder: Path, voxels: Voxels) -> str:
-    import json
-
     about = {"dimensions": SHAPE[::-1], "blockSize": [16, 8, 10], "dataType": "uint16", "compression": {"type": "gzip"}}
     store = {"driver": "file", "path": str(folder / "v.n5/setup0/s0")}
     array = tensorstore.open({"driver": "n5", "kvstore": store, "metadata": about}, create=True).result()
@@ -550,17 +533,12 @@ def png_of_4_bits(file: Path) -> None:
 
 def save(page: Voxels, **options: Any) -> Any:
     def write(file: Path) -> None:
-        import tifffile
-        from PIL import Image
-
         Image.fromarray(page).save(file) if file.suffix == ".png" else tifffile.imwrite(file, page, **options)
 
     return write
 
 
 def two_images(folder: Path, voxels: Voxels) -> str:
-    import tifffile
-
     with tifffile.TiffWriter(folder / "v.tif") as writer:
         for page in voxels:
             writer.write(page, contiguous=False, metadata=None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.conftest import STORED_AIR, textured, write_array
+from tests.conftest import STORED_AIR, textured, write_array, write_ome
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
@@ -27,16 +27,8 @@ def look(path: object, level: int = 0, **options: Any) -> VolumeFacts:
 
 def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **options: Any) -> Path:
     """An OME-Zarr with levels 0, 1, ... as in real scrolls; 16^3 chunks."""
-    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
-    datasets = [
-        {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [2.4 * 2**k] * 3}]}
-        for k in range(levels)
-    ]
-    attributes = {"multiscales": [{"version": "0.4", "name": "tiny", "axes": axes, "datasets": datasets}]}
-    zarr.create_group(str(path), zarr_format=options.get("zarr_format", 2), attributes=attributes)
-    for k in range(levels):
-        write_array(path / str(k), voxels[:: 2**k, :: 2**k, :: 2**k], chunk=16, **options)
-    return path
+    stored = {str(k): voxels[:: 2**k, :: 2**k, :: 2**k] for k in range(levels)}
+    return write_ome(path, stored, chunk=16, entry={"name": "tiny"}, **options)
 
 
 def test_levels_are_described_correctly(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -184,30 +183,6 @@ def write_sharded(path: Path, **index: Any) -> Path:
     array = zarr.create(store=str(path), shape=SHAPE, dtype="uint8", chunk_shape=SHAPE, codecs=[codec], zarr_format=3)
     array[...] = voxels
     return path
-
-
-@pytest.mark.parametrize("where", INDICES)
-def test_an_index_at_either_end_locates_each_chunk(tmp_path: Path, where: str) -> None:
-    path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
-    grid, data = grid_of(path), (path / "c/0/0/0").read_bytes()
-    index = grid.shard_index("c/0/0/0")
-    assert index is not None
-    assert index.entries.shape == (4, 4, 4, 2)
-    for chunk in np.ndindex(3, 4, 4):
-        offset, size = (int(v) for v in index.entries[chunk])
-        part = tuple(slice(8 * i, 8 * i + 8) for i in chunk)
-        voxels = numcodecs.Zstd().decode(data[offset : offset + size])
-        assert bytes(voxels) == textured(SHAPE)[part].tobytes()
-    assert (index.entries[3] == 2**64 - 1).all()
-    np.testing.assert_array_equal(grid.present_in_shard((0, 0, 0)), index.entries[..., 0] != 2**64 - 1)
-    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", ZYX, CORNER)
-    assert grid.absent(((16, 0, 0), (32, 8, 16))) == [(3, 0, 0), (3, 0, 1)]
-    (path / "c/0/0/0").unlink()
-    grid = grid_of(path)
-    assert grid.shard_index("c/0/0/0") is None
-    assert not grid.present_in_shard((0, 0, 0)).any()
-    assert grid.absent(CORNER) == [(0, 0, 0)]
-    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", ZYX, CORNER)
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {

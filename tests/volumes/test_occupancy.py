@@ -15,10 +15,10 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import STORED_AIR, textured, write_array
+from tests.conftest import STORED_AIR, textured, write_array, write_ome
 from tests.stream.test_stream import collect, open_stream
 from tests.support.chunk_server import ChunkServer
-from tests.volumes.test_volume import LAYOUTS, write_ome
+from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import PreparedData, prepare_data

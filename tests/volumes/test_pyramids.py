@@ -6,13 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import zarr
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.conftest import textured
+from tests.conftest import textured, write_ome
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.info import describe_volume
@@ -25,48 +23,25 @@ UNITS = ("micrometer",) * 3
 ROUND = (math.floor, math.ceil, round)
 
 
-def pyramid(
-    path: Path,
-    scales: list[Any],
-    version: str = "0.4",
-    steps: Triple = (2, 2, 2),
-    shape: Triple = FULL,
-    translations: dict[int, Any] | None = None,
-    whole: list[Any] | None = None,
-    unit: str | None = "micrometer",
-) -> Path:
-    """Levels of every `steps`-th voxel, with these scales; `whole` are transformations of the pyramid."""
-    group = zarr.open_group(path, mode="w", zarr_format=2 if version == "0.4" else 3)
-    datasets, voxels = [], textured(shape)
-    for level, scale in enumerate(scales):
-        z, y, x = (step**level for step in steps)
-        found = voxels[::z, ::y, ::x]
-        group.create_array(str(level), shape=found.shape, chunks=(16, 16, 16), dtype=found.dtype)[...] = found
-        transforms = [{"type": "scale", "scale": np.broadcast_to(scale, 3).astype(float).tolist()}]
-        if (shift := (translations or {}).get(level)) is not None:
-            transforms.append({"type": "translation", "translation": np.broadcast_to(shift, 3).astype(float).tolist()})
-        datasets.append({"path": str(level), "coordinateTransformations": transforms})
-    axes = [{"name": axis, "type": "space"} | ({"unit": unit} if unit else {}) for axis in "zyx"]
-    entry = {"axes": axes, "datasets": datasets} | ({"coordinateTransformations": whole} if whole else {})
-    if version == "0.4":
-        group.attrs["multiscales"] = [entry | {"version": version}]
-    else:
-        group.attrs["ome"] = {"version": version, "multiscales": [entry]}
-    return path
+def pyramid(path: Path, scales: list[Any], steps: Triple = (2, 2, 2), shape: Triple = FULL, **options: Any) -> Path:
+    """Levels of every `steps`-th voxel, with these scales."""
+    z, y, x = steps
+    levels = {str(n): textured(shape)[:: z**n, :: y**n, :: x**n] for n in range(len(scales))}
+    return write_ome(path, levels, scales, chunk=16, **options)
 
 
 def level_of(path: Path, level: int) -> Volume:
     return open_volume(ArrayConfig(path=str(path), level=level))
 
 
-WHOLE = [{"type": "scale", "scale": [3.0, 3.0, 3.0]}]
+WHOLE = {"coordinateTransformations": [{"type": "scale", "scale": [3.0, 3.0, 3.0]}]}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "z is not halved in the metadata": ({"scales": [2, (2, 4, 4)]}, "is 1 x 2 x 2 times .* it is 2 x 2 x 2 times"),
     "three levels, all wrong along z": ({"scales": [2, (2, 4, 4), (2, 8, 8)]}, "is 1 x 2 x 2 times"),
     "only the last of three": ({"scales": [2, 4, 4], "level": 2}, "is 2 x 2 x 2 times .* it is 4 x 4 x 4 times"),
     "only the first of three": ({"scales": [5, 4, 8], "level": 0, "steps": (2, 2, 2)}, "is 0.8 x 0.8 x 0.8 times"),
     "halved in the metadata alone": ({"scales": [2, 4], "steps": (1, 2, 2)}, "is 2 x 2 x 2 .* it is 1 x 2 x 2 times"),
-    "a scale of the pyramid": ({"scales": [2, (2, 4, 4)], "whole": WHOLE}, "is 1 x 2 x 2 times"),
+    "a scale of the pyramid": ({"scales": [2, (2, 4, 4)], "entry": WHOLE}, "is 1 x 2 x 2 times"),
     "OME-Zarr 0.5": ({"scales": [2, (2, 4, 4)], "version": "0.5"}, "is 1 x 2 x 2 times"),
     "no unit": ({"scales": [1, (1, 2, 2)], "unit": None}, "is 1 x 2 x 2 times"),
     "a translation in other units": ({"scales": [2, 4], "translations": {0: 0, 1: 80}}, "begins 40, 40, 40 voxels"),

@@ -13,7 +13,7 @@ import zarr
 from numcodecs import blosc
 from zarr.codecs import BytesCodec
 
-from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array, write_ome
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, VolumeConfig
 from vesuvius.errors import DataError
@@ -27,31 +27,6 @@ def whole(volume: Volume) -> np.ndarray[Any, Any]:
 
 def open_at(path: Path, **options: Any) -> Volume:
     return open_volume(VolumeConfig(path=str(path), **options))
-
-
-def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "zyx", version: str = "0.4") -> Path:
-    """An OME-Zarr with the given level names, in the given order; all levels have the physical size of the first."""
-    finest = next(iter(levels.values())).shape
-    zarr_format = 2 if version == "0.4" else 3
-    group = zarr.create_group(str(path), zarr_format=zarr_format)
-    multiscales = [
-        {
-            "version": version,
-            "axes": [{"name": axis, "type": "space", "unit": "micrometer"} for axis in axes],
-            "datasets": [
-                {"path": name, "coordinateTransformations": [{"type": "scale", "scale": _scale(finest, voxels.shape)}]}
-                for name, voxels in levels.items()
-            ],
-        }
-    ]
-    group.attrs.update({"multiscales": multiscales} if version == "0.4" else {"ome": {"multiscales": multiscales}})
-    for name, voxels in levels.items():
-        write_array(path / name, voxels, zarr_format=zarr_format)
-    return path
-
-
-def _scale(finest: tuple[int, ...], shape: tuple[int, ...]) -> list[float]:
-    return [2.4 * round(size / count) for size, count in zip(finest, shape, strict=True)]
 
 
 DTYPES = [

@@ -289,8 +289,8 @@ class Staging:
         self._lock = threading.Lock()
 
     def stage(self, box: Box) -> None:
-        """Start fetching the chunks of a box.  Never blocks, not even for the indices of shards."""
-        if box not in self._stagings:
+        """Start fetching the chunks of a box from a remote store.  Never blocks, not even for the indices of shards."""
+        if self._grid.source.remote and box not in self._stagings:
             self._stagings[box] = self._stager.submit(self._stage, box)
 
     def wait_for(self, box: Box) -> None:

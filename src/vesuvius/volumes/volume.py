@@ -82,7 +82,8 @@ class Volume:
         self._decode = ChunkDecoder(self.array)
         # Within a chunk, the selected index of each axis other than z, y, x.
         self._others = [i % c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
-        self._staging = Staging(self.grid) if self.source.remote else None
+        self._staging = staging = Staging(self.grid)
+        self.stage, self.unstage, self.release = staging.stage, staging.unstage, staging.release
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -129,19 +130,6 @@ class Volume:
             wanted &= np.isfinite(voxels) & (voxels != self.nan_value)
         found: NDArray[Any] = voxels[wanted]
         return found
-
-    def stage(self, box: Box) -> None:
-        """Start fetching the chunks of a box from a remote store; no effect on disk.  Does not block."""
-        if self._staging is not None:
-            self._staging.stage(box)
-
-    def unstage(self) -> None:
-        if self._staging is not None:
-            self._staging.unstage()
-
-    def release(self, box: Box) -> None:
-        if self._staging is not None:
-            self._staging.release(box)
 
     def read(
         self,
@@ -250,10 +238,10 @@ class Volume:
 
     def _fetches(self, box: Box) -> Iterator[tuple[Triple, Callable[[], bytes | None]]]:
         chunks = self.grid.chunks_of(box)
-        if (staging := self._staging) is not None:
+        if self.source.remote:
             started = time.perf_counter()
-            staging.stage(box)
-            staging.wait_for(box)
+            self.stage(box)
+            self._staging.wait_for(box)
             self.wait_s += time.perf_counter() - started
             whole = self.grid.whole_shards(box)
             for chunk in chunks:
@@ -268,7 +256,6 @@ class Volume:
         yield from _started_ahead(fetching, _AHEAD)
 
     def _staged_bytes(self, key: str, byte_range: ByteRange | None) -> bytes | None:
-        assert self._staging is not None
         started = time.perf_counter()
         try:
             return self._staging.fetch(key, byte_range)
@@ -362,7 +349,10 @@ def open_volume(
             space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
             geometry = space.geometry(axes.zyx) if space else None
-            _check_nan(nan, array, name)
+            if array.dtype.kind == "f" and not isinstance(nan, str) and not abs(nan) <= np.finfo(array.dtype).max:
+                raise DataError(
+                    f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number"
+                )
             return Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
     except BaseException:
         source.close()
@@ -390,8 +380,3 @@ def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, 
             "level or choose another"
         )
     return node, level, f"{source.display_address} level {spec.level}"
-
-
-def _check_nan(nan: Nan, array: zarr.Array[Any], name: str) -> None:
-    if not isinstance(nan, str) and array.dtype.kind == "f" and not abs(nan) <= float(np.finfo(array.dtype).max):
-        raise DataError(f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number")

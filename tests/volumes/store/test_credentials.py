@@ -220,22 +220,6 @@ def test_an_unreadable_profile_file_is_named_without_quoting_it(cache_home: Path
         assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["/no/such/program", "echo no JSON", "false"])
-def test_a_credential_process_without_credentials_is_an_error(cache_home: Path, command: str) -> None:
-    (cache_home / "aws-config").write_text(f"[default]\ncredential_process = {command}\n")
-    with pytest.raises(DataError, match=r"Cannot read the AWS credentials: .*anonymous=true"):
-        find_signing("s3://bucket", None)
-
-
-def test_a_web_identity_without_a_role_is_an_error(
-    set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_up("web identity")
-    monkeypatch.delenv("AWS_ROLE_ARN")
-    with pytest.raises(DataError, match=r"Cannot read the AWS credentials: .*correct AWS_PROFILE, AWS_ROLE_ARN"):
-        find_signing("s3://bucket", None)
-
-
 def test_an_outage_of_a_credential_service_is_retried_like_one_of_a_store(
     s3_requests: OddServer, set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

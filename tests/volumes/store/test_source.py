@@ -14,7 +14,6 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus, urlsplit
 
 import numpy as np
 import pytest
-from obstore.store import GCSStore
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
@@ -27,7 +26,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
 from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.store import retry
-from vesuvius.volumes.store.objects import ByteRange, open_store
+from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 
@@ -170,16 +169,6 @@ def test_a_web_address_is_sent_as_written_with_its_query_after_each_key(address:
     assert {asked.headers.get("authorization") for asked in server.asked} == {expected}
     assert "se%20cret" not in source.display_address
     assert "sig" not in source.display_address
-
-
-def test_a_google_address_is_opened_without_network_access(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
-        monkeypatch.delenv(name, raising=False)
-    opened = open_store("gs://bucket/scroll#1?v=2%20.zarr/", StoreConfig())
-    assert isinstance(opened, GCSStore)
-    assert opened.config["bucket"] == "bucket"
-    assert opened.prefix == "scroll#1?v=2%20.zarr"
-    assert opened.config["skip_signature"]
 
 
 def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

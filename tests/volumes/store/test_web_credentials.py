@@ -8,20 +8,15 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import textured, write_array
-from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.odd_server import Asked, OddServer, answer, objects_of, odd_server, served, sized
 from tests.support.runs import WriteConfig, vesuvius_train
-from tests.volumes.test_volume import LAYOUTS
-from vesuvius.commands import volume as volume_command
-from vesuvius.config import ArrayConfig, StoreConfig
-from vesuvius.errors import EXIT_DATA, EXIT_OK, DataError
+from vesuvius.config import StoreConfig
+from vesuvius.errors import EXIT_DATA, DataError
 from vesuvius.volumes.errors import RefusedError
 from vesuvius.volumes.store.source import Source
-from vesuvius.volumes.volume import open_volume
 
 FAST = StoreConfig(outage_minutes=0.01)
 SECRET = "s3cr3t-0123456789"
@@ -99,13 +94,6 @@ def test_an_unsafe_header_line_is_refused_without_quoting_it(
         Source(web.url, FAST)
     assert SECRET not in str(caught.value)
     assert not web.asked
-
-
-def test_a_malformed_header_is_refused_without_quoting_it(web: OddServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WEB, f"127.0.0.1 Authorization: Bearer {SECRET}\x01")
-    with pytest.raises(DataError, match="Cannot open ") as caught:
-        Source(web.url, FAST).get("data")
-    assert SECRET not in str(caught.value)
 
 
 def test_an_unreadable_netrc_is_reported_once_without_quoting_it(
@@ -282,31 +270,3 @@ def test_the_token_does_not_follow_redirects_of_the_hub(
 def test_hub_addresses_other_than_data_sets_are_refused(address: str) -> None:
     with pytest.raises(DataError, match=r"it is not hf://datasets/OWNER/NAME\[@REVISION\]/PATH; check the address"):
         Source(address, FAST)
-
-
-@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
-def test_a_hub_volume_streams_and_copies_as_from_disk_but_cannot_be_listed(
-    hub: tuple[OddServer, OddServer],
-    objects: dict[str, bytes],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    layout: str,
-) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS[layout])
-    (path / {"v2": "1/1/1", "v3-sharded": "c/1/1/1"}[layout]).unlink()
-    with open_stream(make_job(path)) as stream:
-        expected, _ = collect(stream, 8)
-    objects |= objects_of(path, f"{ROOT}/main/v.zarr")
-    address = "hf://datasets/owner/name/v.zarr"
-    with open_stream(make_job(address, store=FAST)) as stream:
-        patches, _ = collect(stream, 8)
-        assert not stream.events
-    np.testing.assert_array_equal(patches, expected)
-    assert volume_command.main(["info", address]) == EXIT_OK
-    assert "web servers cannot be listed" in capsys.readouterr().out
-    with pytest.raises(DataError, match=rf"Cannot list the chunks of {address}: web servers cannot be listed; put a"):
-        Source(address, FAST).list_one_level("")
-    assert volume_command.main(["copy", address, str(tmp_path / "copy.zarr")]) == EXIT_OK
-    box = ((0, 0, 0), (96, 128, 128))
-    copied = open_volume(ArrayConfig(path=str(tmp_path / "copy.zarr"))).read(box)
-    np.testing.assert_array_equal(copied, open_volume(ArrayConfig(path=str(path))).read(box))

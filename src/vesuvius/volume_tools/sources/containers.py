@@ -44,24 +44,16 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     if not data.shape:
         raise refuse(f"{file}:/{name}", f"it has no voxels: its shape is {data.shape}", "choose another dataset")
     files = sorted(set(_files_of(data, set())))
-    _allow_open(file, len(files))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # HDF5 keeps all parts open, and reads zeros if it cannot
+    if 0 <= hard < len(files) + _SPARE_FILES:
+        raise refuse(file, f"it has {len(files)} files, but only {hard} may be open", "raise ulimit -n")
     names = axis_letters(_hdf5_names(data), data.shape)
     lead = min(map(names.find, "ZYX"))
     unit = data.chunks or [1 if axis <= lead else size for axis, size in enumerate(data.shape)]
     size = _attribute(data, "element_size_um")
     voxel = geometry(None if size is None else np.ravel(size).tolist()[-3:], "um")
     return Stored(files, names, data.shape, data.dtype, data.__getitem__, _at_once(unit, data.shape, data.dtype), voxel)
-
-
-def _allow_open(file: Path, count: int) -> None:
-    """Let this process open so many files: HDF5 keeps all parts open, and reads zeros if it cannot open one."""
-    due = count + len(os.listdir("/proc/self/fd")) + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < due:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (due, hard))
-        except ValueError as error:
-            raise refuse(file, f"it has {count} files, but only {hard} may be open", "raise ulimit -n") from error
 
 
 def _hdf5_file(file: Path) -> Any:
@@ -122,15 +114,13 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
     seen.add((file, data.name))
     if data.is_virtual:
         if os.environ.get("HDF5_VDS_PREFIX"):
-            raise refuse(
-                where, "HDF5_VDS_PREFIX hides its parts from this check", "unset it and put them beside the file"
-            )
+            raise refuse(where, "HDF5_VDS_PREFIX hides its parts", "unset it and put them beside the file")
         for part in data.virtual_sources():
             with _hdf5_file(_part_file(file, where, part.file_name)) as opened:
                 if (source := opened.get(part.dset_name)) is None:
                     problem = f"it has no dataset {part.dset_name}, a part of {where}"
                     raise refuse(opened.filename, problem, "restore the file")
-                if not _covers(source.shape, part):
+                if not np.greater_equal(source.shape, part.src_space.shape).all():
                     problem = f"{part.dset_name} has only {source.shape} voxels, less than {where} takes from it"
                     raise refuse(opened.filename, problem, "finish or repeat the recording, or restore the file")
                 yield from _files_of(source, seen)
@@ -158,16 +148,6 @@ def _part_file(master: Path, where: str, name: str) -> Path:
     if found := [each for each in places if each.is_file()]:
         return found[0]
     raise refuse(where, f"{name}, which holds a part of it, is missing", f"restore it in {master.parent}")
-
-
-def _covers(shape: tuple[int, ...], part: Any) -> bool:
-    """Whether a source of this shape holds all voxels that a virtual dataset takes from it."""
-    with suppress(*_ABSENT):  # unlimited
-        if part.src_space.get_select_type() == import_module("h5py").h5s.SEL_ALL:
-            return bool(math.prod(shape) == part.vspace.get_select_npoints())
-        last = part.src_space.get_select_bounds()[1]
-        return len(last) == len(shape) and all(end < size for end, size in zip(last, shape, strict=True))
-    return math.prod(shape) > 0
 
 
 def _hdf5_names(data: Any) -> Iterator[Any]:
