@@ -65,26 +65,6 @@ def test_codecs_are_described_with_their_settings(tmp_path: Path, options: dict[
     assert describe_codecs(open_volume(ArrayConfig(path=str(path))).array) == words
 
 
-STORES: dict[str, dict[str, Any]] = {
-    "v2": {},
-    "v2 dots": {"chunk_key_encoding": {"name": "v2", "separator": "."}},
-    "v3": {"zarr_format": 3},
-    "v3 sharded": {"zarr_format": 3, "shards": (32, 32, 32)},
-}
-
-
-@pytest.mark.parametrize("options", STORES.values(), ids=STORES)
-@pytest.mark.parametrize("bare", [False, True], ids=["level 0 of a group", "bare"])
-def test_a_listing_counts_the_stored_chunks(tmp_path: Path, options: dict[str, Any], bare: bool) -> None:
-    voxels = textured((40, 64, 80))
-    voxels[:32, :32, :32] = 0  # eight chunks or one shard
-    voxels[32:, 48:, 64:] = 0  # one chunk
-    path = write_pyramid(tmp_path / "v.zarr", voxels, levels=1, **options)
-    occupancy = look(path / "0" if bare else path).occupancy
-    assert (occupancy.present, occupancy.total, occupancy.unit) == (3 * 4 * 5 - 9, 3 * 4 * 5, "chunks")
-    assert (occupancy.source, occupancy.unknown) == ("listing", None)
-
-
 def test_the_sidecar_is_used_unless_a_listing_is_requested(tmp_path: Path) -> None:
     path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
     made, occupancy = make_sidecar(ArrayConfig(path=str(path)), None)

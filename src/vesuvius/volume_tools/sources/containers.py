@@ -120,7 +120,7 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
                 if (source := opened.get(part.dset_name)) is None:
                     problem = f"it has no dataset {part.dset_name}, a part of {where}"
                     raise refuse(opened.filename, problem, "restore the file")
-                if not np.greater_equal(source.shape, part.src_space.shape).all():
+                if not _covers(source.shape, part):
                     problem = f"{part.dset_name} has only {source.shape} voxels, less than {where} takes from it"
                     raise refuse(opened.filename, problem, "finish or repeat the recording, or restore the file")
                 yield from _files_of(source, seen)
@@ -148,6 +148,16 @@ def _part_file(master: Path, where: str, name: str) -> Path:
     if found := [each for each in places if each.is_file()]:
         return found[0]
     raise refuse(where, f"{name}, which holds a part of it, is missing", f"restore it in {master.parent}")
+
+
+def _covers(shape: tuple[int, ...], part: Any) -> bool:
+    """Whether a source of this shape holds all voxels that a virtual dataset takes from it."""
+    with suppress(*_ABSENT):  # unlimited
+        if part.src_space.get_select_type() == import_module("h5py").h5s.SEL_ALL:
+            return bool(math.prod(shape) == part.vspace.get_select_npoints())
+        last = part.src_space.get_select_bounds()[1]
+        return len(last) == len(shape) and all(end < size for end, size in zip(last, shape, strict=True))
+    return math.prod(shape) > 0
 
 
 def _hdf5_names(data: Any) -> Iterator[Any]:
