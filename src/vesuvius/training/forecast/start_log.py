@@ -193,7 +193,7 @@ def convolution_flops_s(device: torch.device, amp: AmpMode, channels_last: bool)
     be running; on a GPU a round has so many passes that the host's launches do not count.
     """
     on_cpu = device.type == "cpu"
-    channels, size, passes = (32, 32, 1) if on_cpu else (128, 64, 10)
+    channels, size, passes = (32, 16, 1) if on_cpu else (128, 64, 10)
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     tensors = torch.randn(1, channels, size, size, size), torch.randn(channels, channels, 3, 3, 3)
     x, weight = (each.to(device, memory_format=layout).requires_grad_() for each in tensors)
