@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector
+from vesuvius.monitor.memcheck.inspection import Inspection, inspect_run
 from vesuvius.monitor.memcheck.memory_table import memory_table
-from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.runlog.find_run import find_run
 
 
@@ -25,8 +24,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--width", type=int, default=100, metavar="COLUMNS")
     args = parser.parse_args()
-    with Gpus() as gpus:
-        found = RunInspector(find_run(args.run), gpus).inspect()
+    found = inspect_run(find_run(args.run))
     args.out.write_text(table_svg(found, f"vesuvius memcheck {args.run}", args.width), encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.commands.test_wheel import TINY
 from vesuvius.commands import demo, train
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
-from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.run_dir import RunDir
 

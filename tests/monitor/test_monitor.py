@@ -26,9 +26,9 @@ from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.monitor import Monitor, kills_text
 from vesuvius.monitor.probes.cgroup import CgroupUse
-from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.gpus import GpuUse, VramUse
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.monitor.probes.vram import VramUse, gpu_uuid
+from vesuvius.monitor.probes.vram import gpu_uuid
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import RunDir
 
@@ -183,7 +183,7 @@ def test_stopped_and_ended_local_readers_are_recognised(tmp_path: Path) -> None:
         Monitor(in_dir(tmp_path), MemoryPolicy(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
     ):
         monitor.loop_status = LoopStatus(readers={reader.pid: 7 * GIB, 2**22 + 5: GIB})
-        wait_until(lambda: monitor.recent_samples()[-1].reader_bytes.get(reader.pid, 7 * GIB) < GIB)
+        wait_until(lambda: monitor.recent_samples()[-1].readers.get(reader.pid, 7 * GIB) < GIB)
         assert monitor.stopped_readers() == 0
         reader.send_signal(signal.SIGSTOP)
         wait_until(lambda: monitor.stopped_readers() == 1)
@@ -191,7 +191,7 @@ def test_stopped_and_ended_local_readers_are_recognised(tmp_path: Path) -> None:
         wait_until(lambda: monitor.stopped_readers() == 0)
         reader.kill()
         reader.wait()
-        wait_until(lambda: monitor.recent_samples()[-1].reader_bytes == {2**22 + 5: GIB})
+        wait_until(lambda: monitor.recent_samples()[-1].readers == {2**22 + 5: GIB})
 
 
 def test_readers_of_a_shared_ray_count_towards_the_run(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_readers_of_a_shared_ray_count_towards_the_run(tmp_path: Path) -> None:
         monitor.loop_status = LoopStatus(readers={reader.pid: 1}, local_readers=frozenset({reader.pid}))
         wait_until(lambda: len(monitor.sample.processes) > 1)
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid, reader.pid]
-        assert monitor.ram()[0] > alone
+        assert monitor.recent_samples()[-1].used_bytes > alone
         reader.kill()
         reader.wait()
         wait_until(lambda: len(monitor.sample.processes) == 1)

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -33,7 +33,7 @@ from vesuvius.monitor.post_mortem import (
     record_run_death,
     remedy_of,
 )
-from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session
 from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.units import GIB
@@ -55,21 +55,18 @@ def session_record(**fields: object) -> SessionRecord:
         cgroup_oom_kills=0,
         machine_oom_kills=0,
         pid_namespace=os.readlink("/proc/self/ns/pid"),
-        machine="this one",
     )
     return replace(record, **fields)  # type: ignore[arg-type]
 
 
-FULL = memory_samples(0.0, count=1, binding_limit="the machine", binding_used_bytes=15 * GIB)[0]
-ROOMY = replace(FULL, binding_used_bytes=GIB)
-NEAR = memory_samples(0.0, count=1, binding_used_bytes=15 * GIB)[0]
+FULL, ROOMY = (memory_samples(0.0, count=1, in_use=size * GIB)[0] for size in (15, 1))
 KILL_LINE = (
     "Memory cgroup out of memory: Killed process 11 (python3) total-vm:75160kB, anon-rss:65280kB, "
     "file-rss:6576kB, shmem-rss:0kB, UID:0 pgtables:192kB oom_score_adj:0"
 )
 
 
-def example(cause: Cause = "cgroup", **fields: object) -> Death:
+def example(cause: Cause = "kernel", **fields: object) -> Death:
     last = tuple(memory_samples(1e9)[-60:])
     death = Death(1e9 + 2, "reader", 11, 144, cause, (KILL_LINE, "the limit was that of cgroup /job"), last, "fewer")
     return replace(death, **fields)  # type: ignore[arg-type]
@@ -99,7 +96,7 @@ def test_the_text_names_victim_cause_evidence_memory_and_remedy() -> None:
     assert rows[-1][6] == f"{100 * (end + 7 * GIB) / (16 * GIB):.1f}"
 
 
-@pytest.mark.parametrize("cause", ["cgroup", "machine", "ray", "gpu", "guard", "signal", "unknown"])
+@pytest.mark.parametrize("cause", get_args(Cause))
 def test_a_grep_for_kills_finds_each_kill(cause: Cause) -> None:
     assert any(word in headline(example(cause)).lower() for word in ("killed", "oom", "out of memory"))
 
@@ -108,43 +105,34 @@ def test_remedies_name_overrides_that_exist() -> None:
     text = remedy_of("ray", "run", 4, FULL, ray_share=0.95)
     assert "--resume training.workers=3 training.prefetch_factor=1" in text
     assert "95 %" in text
-    assert "training.workers" not in remedy_of("cgroup", "run", 0, None)
+    assert "training.workers" not in remedy_of("kernel", "run", 0, None)
     assert "--resume" in remedy_of("signal", "run", 2, ROOMY)
     assert "training.workers=1" in remedy_of("signal", "run", 2, FULL), "something else watches memory"
     assert "continues" in remedy_of("signal", "reader", 2, None)
 
 
 @pytest.mark.parametrize(
-    ("rise", "last", "cause", "says"),
+    ("rise", "share", "counted_s", "cause", "says"),
     [
-        (KillCounts(cgroup=1), None, "cgroup", "most likely this one"),
-        (KillCounts(cgroup=1), FULL, "machine", "most likely this one"),
-        (KillCounts(cgroup=0, machine=2), FULL, "signal", "OOM-killed no process of this cgroup"),
-        (KillCounts(machine=0), FULL, "signal", "OOM-killed no process of this machine"),
-        (KillCounts(machine=2), FULL, "machine", "nearly full"),
-        (KillCounts(machine=2), NEAR, "cgroup", "nearly full"),
-        (KillCounts(machine=2), ROOMY, "unknown", "which ones is unknown"),
-        (KillCounts(), None, "unknown", "cannot be read"),
+        (KillCounts(cgroup=1), None, 0, "kernel", "most likely this one"),
+        (KillCounts(cgroup=1), 0.95, 0, "kernel", "nearly full, most likely this one"),
+        (KillCounts(cgroup=0, machine=2), 0.95, 0, "signal", "OOM-killed no process of this cgroup"),
+        (KillCounts(machine=0), 0.95, 0, "signal", "OOM-killed no process of this machine"),
+        (KillCounts(machine=2), 0.95, 0, "kernel", "nearly full"),
+        (KillCounts(machine=2), 0.1, 0, "unknown", "which ones is unknown"),
+        (KillCounts(), None, 0, "unknown", "cannot be read"),
+        # A run ended by a scheduler and examined days later: something else in its cgroup was killed since.
+        (KillCounts(cgroup=2), 0.1, 2 * 24 * 3600, "unknown", "which ones is unknown"),
+        (KillCounts(cgroup=2), 0.1, 30, "kernel", "most likely this one"),  # it took all that was left at once
+        (KillCounts(cgroup=2), 0.95, 2 * 24 * 3600, "kernel", "nearly full"),
     ],
 )
 def test_the_cause_follows_from_the_kernel_s_kill_counts(
-    rise: KillCounts, last: MemorySample | None, cause: Cause, says: str
+    rise: KillCounts, share: float | None, counted_s: float, cause: Cause, says: str
 ) -> None:
-    found, evidence = classify_death(rise, last, "the last sample")
+    found, evidence = classify_death(rise, share, "the last sample", counted_s)
     assert found == cause
     assert says in " ".join(evidence)
-
-
-def test_kills_counted_long_after_a_death_with_free_memory_prove_nothing() -> None:
-    """A run ended by a scheduler and examined days later: something else in its cgroup was killed since."""
-    rise = KillCounts(cgroup=2)
-    found, evidence = classify_death(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
-    assert found == "unknown"
-    assert "which ones is unknown" in evidence[0]
-    assert classify_death(rise, ROOMY, "the last sample", counted_s=30)[0] == "machine", (
-        "it took all that was left at once"
-    )
-    assert classify_death(rise, NEAR, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
 
 
 def test_a_falling_count_or_one_of_another_cgroup_is_not_compared() -> None:
@@ -186,7 +174,7 @@ class TestReader:
             for m in memory_samples(time.time())
         ]
         death = examine_reader(self.end | {"exit_time": died}, 144, session_record(), samples)
-        assert death.cause == "cgroup"
+        assert death.cause == "kernel"
         assert "most likely this one" in death.evidence[0]
         assert max(moment.time for moment in death.moments) <= died
 
@@ -195,7 +183,7 @@ class TestReader:
         counts = {12: KillCounts(7, 9, "/ray"), os.getpid(): KillCounts(3, 9, "/job")}
         monkeypatch.setattr("vesuvius.monitor.post_mortem.read_counts_of", counts.__getitem__)
         samples = [
-            replace(m, reader_bytes={11: 2**20}, cgroup_oom_kills=3, machine_oom_kills=8)
+            replace(m, readers={11: 2**20}, cgroup_oom_kills=3, machine_oom_kills=8)
             for m in memory_samples(time.time())
         ]
         job = session_record(cgroup="/job")
@@ -244,7 +232,7 @@ def test_the_lock_holder_knows_that_a_remote_session_is_over(tmp_path: Path) -> 
 
 
 def test_the_advice_starts_from_the_last_number_of_readers(tmp_path: Path) -> None:
-    full = memory_samples(time.time(), workers=2, binding_used_bytes=16 * GIB)  # the guard has stopped four
+    full = memory_samples(time.time(), workers=2, in_use=16 * GIB)  # the guard has stopped four
     death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
     assert death is not None
     assert "training.workers=1" in death.remedy
@@ -270,12 +258,12 @@ def test_a_restarted_container_recognises_an_out_of_memory_kill(
     tmp_path: Path, kills: int | None, namespace: str
 ) -> None:
     session = session_record(cgroup="/", pid_namespace=namespace)
-    full = memory_samples(time.time(), cgroup_oom_kills=0, binding_used_bytes=int(15.9 * GIB))
+    full = memory_samples(time.time(), cgroup_oom_kills=0, in_use=int(15.9 * GIB))
     run = write_run(tmp_path / "run", session, full)
     restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
     death = record_run_death(run)
     assert death is not None
-    assert death.cause == ("cgroup" if kills else "unknown"), "the host's count went from 7 to 8"
+    assert death.cause == ("kernel" if kills else "unknown"), "the host's count went from 7 to 8"
     assert "training.workers=3" in death.remedy
 
 
@@ -300,8 +288,8 @@ DYING = """
 import os, sys, time
 from pathlib import Path
 from vesuvius.monitor.post_mortem import read_counts_of
-from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.memory.limits import MemoryPolicy
+from vesuvius.monitor.samples import MemorySample, RecentFile
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.session import begin_session
 
 run = Path(sys.argv[1])
@@ -310,9 +298,9 @@ recent, kept = RecentFile(run / "recent.jsonl"), []
 while True:
     counts = read_counts_of(os.getpid())
     size = len(kept) * 2**20
-    recent.write(MemorySample(time.time(), len(kept), size, 0, size, binding_limit="memory.limit_in_bytes of cgroup /x",
-                        binding_used_bytes=size, limit_bytes=48 * 2**20,
-                        cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine))
+    limit = MemoryLimit("memory.limit_in_bytes of cgroup /x", size, 48 * 2**20, 48 * 2**20)
+    recent.write(MemorySample(time.time(), len(kept), size, 0, size, limits=(limit,),
+                              cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine))
     kept.append(b"x" * 2**20)
 """
 
@@ -340,17 +328,16 @@ def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) 
         assert in_cgroup(cgroup, DYING, run).returncode == -9
         by_count = in_cgroup(cgroup, EXAMINE, run)  # from the same container
     assert by_count.returncode == 0, by_count.stderr
-    assert by_count.stdout.startswith("cgroup | the kernel OOM-killed 1 process of this cgroup")
+    assert by_count.stdout.startswith("kernel | the kernel OOM-killed 1 process of this cgroup")
     assert "training.train_batch_size" in by_count.stdout, "there are no readers to do without"
     # From another cgroup, it could have been any process.
     elsewhere = examine_run(run)
     assert elsewhere is not None
-    assert elsewhere.cause in ("machine", "cgroup", "unknown")
+    assert elsewhere.cause in ("kernel", "unknown")
     assert elsewhere.step > 10
 
 
-def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vesuvius.monitor.session.machine_id", lambda: "this one")
+def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path) -> None:
     counts = read_counts_of(os.getpid())
     kept = memory_samples(time.time(), cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine)
     record = session_record()
@@ -360,16 +347,17 @@ def test_a_run_killed_from_outside_is_examined_once(tmp_path: Path, monkeypatch:
     assert death.cause == ("unknown" if counts.cgroup is None and counts.machine is None else "signal")
     assert "--resume" in death.remedy
     assert not (run / "post_mortem.jsonl").exists(), "to examine is to read"
-    restarted = examine_run(write_run(tmp_path / "restarted", replace(record, boot_id="0-0-0"), kept))
+    before = write_run(tmp_path / "before", replace(record, boot_id="0-0-0"), kept)
+    assert examine_run(before) is None, "of this machine before a restart or of another one, where it may be alive"
+    restarted = examine_run(before, locked=True)
     assert restarted is not None
-    assert restarted.cause == "restart"
-    namesake = write_run(tmp_path / "namesake", replace(record, boot_id="0-0-0", machine="another"), kept)
-    assert examine_run(namesake) is None, "another machine of the same name, where it may be alive"
-    # As if one more kill had been counted since the last sample, at which the cgroup was the first limit.
-    last = replace(kept[-1], cgroup_oom_kills=-1, binding_limit="memory.max of cgroup /job")
+    assert restarted.cause == "unknown"
+    assert "on this one before a restart" in restarted.evidence[0]
+    # As if one more kill had been counted since the last sample.
+    last = replace(kept[-1], cgroup_oom_kills=-1)
     counted = examine_run(write_run(tmp_path / "counted", record, [last]))
     assert counted is not None
-    assert counted.cause == ("unknown" if counts.cgroup is None else "cgroup")
+    assert counted.cause == ("unknown" if counts.cgroup is None else "kernel")
     assert [known.victim for known in deaths_of(run)] == ["run"], "not yet written down"
     first, second = record_run_death(run), record_run_death(run)
     assert first == second

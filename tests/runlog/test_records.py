@@ -1,4 +1,4 @@
-"""Records: appending, interruptions, and the size of a month."""
+"""Records: appending and interruptions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import random
 import threading
 import tracemalloc
 from dataclasses import asdict
@@ -43,7 +42,6 @@ STEP = {
     "gpu_s": TIMES.gpu_s,
     "other_s": TIMES.other_s,
 }
-MONTH_RECORDS = 30 * 24 * 60
 
 
 def test_the_step_line_has_its_stable_form() -> None:
@@ -118,14 +116,3 @@ def test_listeners_get_a_record_even_if_the_disk_hangs(tmp_path: Path) -> None:
         thread.join(30)
     os.close(filler)
     os.close(reader)
-
-
-def test_a_month_of_records_stays_below_100_mb(tmp_path: Path) -> None:
-    """With the figures of a run with 12 readers and a GPU."""
-    path, rng, count = tmp_path / "system.jsonl", random.Random(0), 100
-    lines = JsonLines(path)
-    for _ in range(count):
-        sizes = {f"figure_{n}_bytes": rng.randrange(2**20) * 4096 for n in range(40)}
-        lines.write("system", **sizes, **{f"core_{n}_busy": round(rng.random(), 2) for n in range(30)})
-    lines.close()
-    assert path.stat().st_size / count * MONTH_RECORDS < 100e6

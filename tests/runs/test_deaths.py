@@ -17,7 +17,7 @@ from tests.support.poison import poison, run_armed, write_volume
 from tests.support.runs import WriteConfig
 from vesuvius.errors import EXIT_MEMORY_KILL
 from vesuvius.monitor.post_mortem import read_deaths
-from vesuvius.monitor.recent import read_recent
+from vesuvius.monitor.samples import read_recent
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
 
@@ -31,7 +31,7 @@ def test_a_readers_death_is_recorded_and_reported_and_a_sigterm_to_all_processes
     run = run_directory(config, tmp_path)
 
     def readers() -> list[int]:
-        return [pid for moment in read_recent(run / "recent.jsonl")[-1:] for pid in moment.reader_bytes]
+        return [pid for moment in read_recent(run / "recent.jsonl")[-1:] for pid in moment.readers]
 
     with Session(config, tmp_path) as session:
         session.wait_for("Train step", count=3)

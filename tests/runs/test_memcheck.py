@@ -26,7 +26,7 @@ from tests.support.memcheck_runs import (
 )
 from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import Cause, Death, append_death
-from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.monitor.session import begin_session, end_session, read_session
 from vesuvius.monitor.verdict import diagnose
 
@@ -48,7 +48,7 @@ def test_a_live_run_is_found_by_name_and_directory_with_correct_memory(tmp_path:
     # The interpreter with what it imports takes 6 to 60 MiB beside what the process holds on purpose.
     assert BUFFERS_IN_USE < part(found, "root")["now_bytes"] < BUFFERS_IN_USE + 60 * MIB
     assert part(found, "total")["now_bytes"] >= part(found, "root")["now_bytes"]
-    assert [each["pid"] for each in found["processes"]] == [process.pid]
+    assert found["state_text"] == f"process {process.pid} is running, no step yet"
     assert found["limits"][0]["left_bytes"] > 0
     assert (table.returncode, table.stderr) == (0, "")
     assert "\x1b" not in table.stdout
@@ -87,9 +87,7 @@ def test_a_run_killed_by_hand_is_dead_but_no_oom_kill_and_its_last_minute_is_sho
         begin = time.time()
         ring = RecentFile(directory / "recent.jsonl")
         for i in range(3):
-            ring.write(
-                MemorySample(begin + i, 40 + i, (300 + i) * MIB, 20 * MIB, 200 * MIB, {5: 60 * MIB}, "the machine")
-            )
+            ring.write(MemorySample(begin + i, 40 + i, (300 + i) * MIB, 20 * MIB, 200 * MIB, {5: 60 * MIB}))
         ring.close()
         process.send_signal(signal.SIGKILL)
     done = run_memcheck("tiny", "--json", cwd=tmp_path)
@@ -111,7 +109,7 @@ def test_a_run_killed_by_hand_is_dead_but_no_oom_kill_and_its_last_minute_is_sho
 @pytest.mark.parametrize("cause", get_args(Cause))
 def test_a_death_is_an_oom_kill_only_if_memory_ran_out(tmp_path: Path, cause: Cause) -> None:
     """A crash, kill -9, a power cut and an unknown end are deaths of their own cause."""
-    code = {"cgroup": 12, "machine": 12, "ray": 12, "gpu": 12, "guard": 0}.get(cause, 10)
+    code = {"kernel": 12, "ray": 12, "gpu": 12, "guard": 0}.get(cause, 10)
     with trainer(tmp_path / "runs/tiny"):
         append_death(tmp_path / "runs/tiny/post_mortem.jsonl", death(cause=cause))
         found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
@@ -216,7 +214,7 @@ def test_runs_on_another_machine_or_without_a_session_are_shown_from_their_files
     elsewhere = asdict(record) | {"host": "far", "boot_id": "another"}
     (directory / "session.json").write_text(json.dumps(elsewhere))
     ring = RecentFile(directory / "recent.jsonl")
-    ring.write(MemorySample(time.time(), 4, 300 * MIB, 0, 300 * MIB, {}, "the machine", 10, 20, level="WARN"))
+    ring.write(MemorySample(time.time(), 4, 300 * MIB, 0, 300 * MIB, risk="WARN"))
     ring.close()
     found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
     assert (found["state"], found["level"], found["exit_code"]) == ("elsewhere", "WARN", 10)

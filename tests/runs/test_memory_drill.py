@@ -129,7 +129,8 @@ def seconds_ahead(mib_s: float) -> float:
     (warning, *_) = [line for line in alarms() if "risk of an out of memory kill" in line]
     warned = time.mktime(time.strptime(warning[:19], "%Y-%m-%d %H:%M:%S"))
     nearest = min(iter_records(RUN / "system.jsonl"), key=lambda record: abs(float(record["time"]) - warned))
-    left_bytes = nearest["binding_limit"]["limit_bytes"] - nearest["binding_limit"]["used_bytes"]
+    limit = nearest["limits"][0]
+    left_bytes = limit["limit_bytes"] - limit["used_bytes"]
     return float(left_bytes / (mib_s * 2**20) + nearest["time"] - warned)
 
 
@@ -146,8 +147,8 @@ def test_a_leaking_reader_is_restarted_before_the_run_is_stopped() -> None:
     """A leak must last 105 s to be predicted 60 s ahead."""
     write_config(workers=2, limit_gib=8)
     assert train_with_a_leak("reader", minutes=15, mib_s=50, after_s=20) == EXIT_GUARD
-    used = [record["binding_limit"] for record in iter_records(RUN / "system.jsonl")]
-    assert max(binding_limit["used_bytes"] / binding_limit["limit_bytes"] for binding_limit in used) < 1
+    limits = [record["limits"][0] for record in iter_records(RUN / "system.jsonl")]
+    assert max(limit["used_bytes"] / limit["limit_bytes"] for limit in limits) < 1
     assert seconds_ahead(50) >= 60
     assert len(acts()) > 1
     assert set(acts()[:-1]) <= {"restart", "shrink"}

@@ -19,8 +19,9 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.memory.limits import MemoryPolicy
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.probes.system_sample import Rates
+from vesuvius.monitor.samples import MemorySample
 from vesuvius.monitor.session import SessionRecord
 from vesuvius.monitor.watchdog import Watchdog
 from vesuvius.runlog.records import JsonLines, read_records
@@ -85,8 +86,9 @@ class FixedMachine:
     busy: Rates | None = None
     short: bool = False
 
-    def ram(self) -> tuple[int, int]:
-        return 1, 2
+    def recent_samples(self) -> list[MemorySample]:
+        limit = MemoryLimit("the machine", 1, 2, 2)
+        return [MemorySample(0.0, 0, used_bytes=1, shared_bytes=0, trainer_bytes=1, limits=(limit,))]
 
     def rates(self) -> Rates | None:
         return self.busy

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
-from vesuvius.monitor.memcheck.inspection import Inspection, RunInspector, machine_inspector
+from vesuvius.monitor.memcheck.inspection import Inspection, inspect_run, machine_inspector
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
@@ -34,9 +35,9 @@ def main(argv: list[str]) -> int:
         if run is None:
             parser.error("--post-mortem needs a run; name its directory")
         return _post_mortem(run, args.json)
+    if run is not None:
+        return watch(partial(inspect_run, run), args)
     with Gpus(within_s=5.0) as gpus:
-        if run is not None:
-            return watch(RunInspector(run, gpus).inspect, args)
         return watch(machine_inspector(gpus, _runs_at_work()), args)
 
 

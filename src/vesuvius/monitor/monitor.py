@@ -1,8 +1,7 @@
 """Samples memory every second, records it every minute, and warns when memory is close to a limit.
 
-Output: `system.jsonl` (min, mean, max), `recent.jsonl` (each sample of the last two minutes) and, if the guard has to
-act, an `Order` for the loop.  One thread samples and judges, another writes, so that a hung disk or GPU driver does not
-blind the guard.
+Output: `recent.jsonl`, `system.jsonl` (`samples.py`) and, if the guard has to act, an `Order` for the loop.  One thread
+samples and judges, another writes, so that a hung disk or GPU driver does not blind the guard.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from statistics import fmean
 from typing import Any, Literal
 
 from vesuvius.monitor.memory.guard import Guard, LoopStatus, Order
-from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes, tightest
+from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.cgroup import CgroupUse
+from vesuvius.monitor.probes.gpus import VramUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
-from vesuvius.monitor.probes.vram import VramUse
-from vesuvius.monitor.recent import KEPT, MemorySample, RecentFile
-from vesuvius.monitor.system_record import system_figures
+from vesuvius.monitor.samples import KEPT, MemorySample, RecentFile, summarize
 from vesuvius.runlog.files import AsyncWriter, directory_bytes
-from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.records import JsonLines, Record
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_count, format_size
 from vesuvius.threads import BoundedCall
@@ -62,7 +60,7 @@ class Monitor:
 
     Attributes:
         loop_status: set by the loop.
-        sample: latest sample.
+        sample: latest sample of the probes.
         risk: risk at that sample.
         order: pending order of the guard, or None.
     """
@@ -93,8 +91,8 @@ class Monitor:
         self._watch, self._guard = RiskWatch(policy), Guard(policy)
         self._obeyed = False
         self._warn_blind_again_s = -math.inf
-        self._last_samples: deque[MemorySample] = deque(maxlen=KEPT)
-        self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
+        self._recent: deque[MemorySample] = deque(maxlen=KEPT)
+        self._seen: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._local: set[int] = set()
         self._directory = directory.path
         self._disk: dict[str, int] | None = None
@@ -104,12 +102,11 @@ class Monitor:
         self.loop_status = LoopStatus()
         self.order: Order | None = None
         self.risk: Risk
-        self._recent = RecentFile(directory.recent)
+        self._recent_file = RecentFile(directory.recent)
         self._records = JsonLines(directory.system)
         self._writer = AsyncWriter("monitor-writer", self._warn_blind)
         self.sample = watcher.sample()
-        self._judge(self.sample, Level.LOW)
-        self._keep(self.sample, None)
+        self._add(self.sample, Level.LOW)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
@@ -123,21 +120,17 @@ class Monitor:
             # A hung driver or disk must not delay the end of the run.
             log.warning("the monitor did not stop within %.0f s; its files stay open", _JOIN_S)
             return
-        for file in (self._records, self._recent):
+        for file in (self._records, self._recent_file):
             file.close()
-
-    def ram(self) -> tuple[int, int]:
-        """Memory used by the run and its limit, in bytes."""
-        return self.sample.used_bytes, tightest(self.sample, self._policy).total_bytes
 
     def rates(self) -> Rates | None:
         """CPU use over the last ten seconds; None at the beginning."""
-        samples = tuple(self._samples)  # an atomic copy: the monitor's thread appends
-        return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
+        seen = tuple(self._seen)  # an atomic copy: the monitor's thread appends
+        return rates_between(seen[0], seen[-1]) if len(seen) > 1 else None
 
     def gpu_busy(self) -> float | None:
         """Share of the last ten seconds in which a kernel ran on the trainer's GPU, from NVML; None if unknown."""
-        gpus = [gpu for sample in tuple(self._samples) for gpu in sample.gpus]
+        gpus = [gpu for sample in tuple(self._seen) for gpu in sample.gpus]
         known = [gpu.busy for gpu in gpus if gpu.busy is not None and self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         return fmean(known) if known else None
 
@@ -150,8 +143,8 @@ class Monitor:
         return self._obeyed or self.risk.level > Level.LOW
 
     def recent_samples(self) -> list[MemorySample]:
-        """The samples of the last two minutes."""
-        return list(self._last_samples)
+        """The samples of the last two minutes, at least one."""
+        return list(self._recent)
 
     def carried_out(self) -> None:
         """Tell the guard that its order was carried out: readers were restarted."""
@@ -166,51 +159,52 @@ class Monitor:
         self._watch.restart()
 
     def _run(self) -> None:
-        samples: list[SystemSample] = []
-        vrams: list[VramUse] = []
+        window: list[MemorySample] = []
         single, stopped = SINGLE_RECORDS, False
         most, level = max(round(RECORD_S / self._sample_every_s), 1), self.risk.level
         while not stopped:
             stopped = self._stop.wait(self._sample_every_s)
             try:
-                sample, vram = self._sample_once()
-                samples.append(sample)
-                vrams += [vram] if vram is not None else []
+                self._watcher.include(self.loop_status.local_readers)
+                window.append(self._add(self._watcher.sample(), self.risk.level))
                 # A rising risk is recorded at once: alerts use these records.
                 rises, level = self.risk.level > level, self.risk.level
-                if stopped or rises or single > 0 or len(samples) >= most:
-                    step, readers = self.loop_status.step, self._last_samples[-1].reader_bytes
-                    limit_bytes = tightest(sample, self._policy).total_bytes
-                    figures = system_figures(step, samples, vrams, limit_bytes, readers, self.risk, self.rates())
-                    self._writer.submit(partial(self._write, figures))
-                    samples, vrams, single = [], [], single - 1
+                if stopped or rises or single > 0 or len(window) >= most:
+                    self._writer.submit(partial(self._write, summarize(window) | self._cores()))
+                    window, single = [], single - 1
             except Exception:  # a failing monitor must not end the run
                 self._warn_blind()
 
-    def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
-        self._watcher.include(self.loop_status.local_readers)
-        sample = self._watcher.sample()
-        self._samples.append(sample)
-        if text := kills_text(self.sample.cgroup, sample.cgroup):
+    def _add(self, system: SystemSample, before: Level) -> MemorySample:
+        """Judge a sample of the probes, keep it in all forms, and return it as it is written."""
+        if text := kills_text(self.sample.cgroup, system.cgroup):
             self._writer.submit(partial(log.error, "%s", text))
-        self._judge(sample, self.risk.level)
-        self.sample = sample
-        vram = self._read_vram()
-        self._keep(sample, vram)
-        return sample, vram
+        self._judge(system, before)
+        self.sample = system
+        self._seen.append(system)
+        loop, held = self.loop_status, {process.pid: process.anon_bytes for process in system.processes}
+        self._local |= held.keys() & loop.readers.keys()
+        # A local reader that has ended holds nothing, whatever it last reported.
+        gone, (awaits, silent_s) = self._local - held.keys(), self._silence()
+        readers = {pid: held.get(pid, size) for pid, size in loop.readers.items() if pid not in gone}
+        known = {"workers": loop.workers, "vram": self._read_vram(), "awaits": awaits, "silent_s": silent_s}
+        sample = MemorySample.of(system, self.risk, readers, loop.step, **known)
+        self._recent.append(sample)
+        self._writer.submit(partial(self._recent_file.write, sample))
+        return sample
 
-    def _judge(self, sample: SystemSample, before: Level) -> None:
+    def _judge(self, system: SystemSample, before: Level) -> None:
         """Judge the risk, log when its level changes, and ask the guard for an order."""
         ordered = self.order
         with self._judging:
-            self.risk = risk = self._watch.add(sample)
+            self.risk = risk = self._watch.add(system)
             if self._mode == "act":
                 self.order = self._guard.next_action(time.monotonic(), risk, self.loop_status)
             order = self.order
         if self._mode != "off" and risk.level > before:
             text = f"risk of an out of memory kill is {risk.level.name}: {risk.reason}"
             if risk.is_of_others(self._policy):
-                held = format_size(run_bytes(sample, self._policy))
+                held = format_size(run_bytes(system, self._policy))
                 text += f"; this run uses {held} of it, other programs the rest (see top -o %MEM)"
             self._writer.submit(partial(log.warning, "%s", text))
         elif self._mode != "off" and risk.level < before:
@@ -225,36 +219,18 @@ class Monitor:
             self._warn_blind_again_s = now + _BLIND_EVERY_S
             self._writer.submit(partial(log.warning, "sampling failed; retrying", exc_info=sys.exc_info()))
 
-    def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
-        loop, risk, first = self.loop_status, self.risk, self.risk.limits[0]
-        held = {process.pid: process.anon_bytes for process in sample.processes}
-        self._local |= held.keys() & loop.readers.keys()
-        # A local reader that has ended holds nothing, whatever it last reported.
-        gone, (awaits, silent_s) = self._local - held.keys(), self._silence()
-        recent = MemorySample(
-            time=sample.time,
-            step=loop.step,
-            used_bytes=sample.used_bytes,
-            shared_bytes=sample.shared_bytes,
-            trainer_bytes=sample.processes[0].anon_bytes,
-            reader_bytes={pid: held.get(pid, size) for pid, size in loop.readers.items() if pid not in gone},
-            binding_limit=first.name,
-            binding_used_bytes=first.used_bytes,
-            limit_bytes=first.limit_bytes,
-            level=risk.level.name,
-            reason=risk.reason,
-            workers=loop.workers,
-            vram_used_bytes=vram.reserved_bytes if vram else None,
-            vram_limit_bytes=vram.total_bytes if vram else None,
-            cgroup_oom_kills=sample.cgroup.oom_kills if sample.cgroup else None,
-            machine_oom_kills=sample.machine.oom_kills,
-            awaits=awaits,
-            silent_s=silent_s,
-        )
-        self._last_samples.append(recent)
-        self._writer.submit(partial(self._recent.write, recent))
+    def _cores(self) -> dict[str, Any]:
+        """Return cores used in the last ten seconds: by all programs, by the trainer and by each reader."""
+        if (rates := self.rates()) is None:
+            return {}
+        own = rates.process_cores
+        return {
+            "cores_busy": round(sum(rates.core_busy), 2),
+            "trainer_cores": round(own.get(self.sample.processes[0].pid, 0.0), 2),
+            "reader_cores": {str(pid): round(own[pid], 2) for pid in self._recent[-1].readers if pid in own},
+        }
 
-    def _write(self, figures: dict[str, Any]) -> None:
+    def _write(self, figures: Record) -> None:
         self._on_record(self._records.write("system", **figures, disk=self._disk_use()))
 
     def _disk_use(self) -> dict[str, int] | None:

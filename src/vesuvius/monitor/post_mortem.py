@@ -1,7 +1,7 @@
 """Explains the death of a reader or run: the cause, the last minute of its memory, and what to change.
 
-Written to `post_mortem.jsonl`.  The evidence is the kernel's kill counts, Ray's report, the boot id and the last
-samples.  A reader is examined while its run continues, a killed run by the next session or from outside.
+Written to `post_mortem.jsonl`.  The evidence is the kernel's kill counts, Ray's report and the last samples.  A reader
+is examined while its run continues, a killed run by the next session or from outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.system_sample import read_machine
-from vesuvius.monitor.recent import MemorySample, read_recent
+from vesuvius.monitor.samples import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
 from vesuvius.runlog.files import boot_id
 from vesuvius.runlog.records import JsonLines, Tail, read_dataclasses
@@ -26,7 +26,7 @@ from vesuvius.runlog.units import format_count, format_gib, format_size, format_
 
 Samples = Sequence[MemorySample]
 Victim = Literal["reader", "run"]
-Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
+Cause = Literal["kernel", "ray", "gpu", "guard", "signal", "unknown"]
 
 _LAST_S = 60.0
 _NEARLY_FULL = 0.9
@@ -39,13 +39,11 @@ _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i 
 
 # Each kill contains a phrase that operators grep logs for: killed, oom, out of memory.
 _HEADLINES: Mapping[Cause, str] = {
-    "cgroup": "was killed: out of memory: its cgroup reached its limit, and the kernel chose this process",
-    "machine": "was killed: out of memory: the machine ran out of memory, and the kernel chose this process",
+    "kernel": "was killed: out of memory: the kernel chose this process",
     "ray": "was killed: out of memory: Ray's memory monitor chose this process",
     "gpu": "ended: out of memory on the GPU",
     "guard": "was stopped by the memory guard to avoid an out of memory kill",
     "signal": "was killed from outside, or crashed",
-    "restart": "ended when the machine was restarted or lost power",
     "unknown": "was killed or died; cause unknown",
 }
 
@@ -58,8 +56,6 @@ class Death:
     victim: Victim
     pid: int
     step: int  # optimizer steps done
-    # the kernel at the cgroup's limit or because the machine ran out of memory; Ray's memory monitor; GPU memory; the
-    # memory guard; a signal from outside; a restart of the machine
     cause: Cause
     evidence: tuple[str, ...]  # a line each
     moments: tuple[MemorySample, ...]  # samples of the last 60 seconds
@@ -68,7 +64,7 @@ class Death:
     @property
     def is_for_memory(self) -> bool:
         """Whether it was killed, or ended, because memory ran out, according to evidence."""
-        return self.cause in ("cgroup", "machine", "ray", "gpu")
+        return self.cause in ("kernel", "ray", "gpu")
 
 
 def headline(death: Death) -> str:
@@ -83,9 +79,10 @@ def death_line(death: Death) -> str:
 
 
 def append_death(path: Path, death: Death) -> None:
-    """Append to `post_mortem.jsonl`; a full disk is only logged.  Raises OSError: the file cannot be opened."""
-    with closing(JsonLines(path)) as lines:
-        lines.write("death", **asdict(death))
+    """Append to `post_mortem.jsonl`, once; a full disk is only logged.  Raises OSError: the file cannot be opened."""
+    if death not in read_deaths(path):
+        with closing(JsonLines(path)) as lines:
+            lines.write("death", **asdict(death))
 
 
 def read_deaths(path: Path) -> list[Death]:
@@ -111,18 +108,13 @@ def _table(samples: Samples) -> list[str]:
     end = samples[-1].time
     rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
     for each in {(end - sample.time) // _EVERY_S: sample for sample in samples}.values():
-        pid, size = max(each.reader_bytes.items(), key=lambda item: item[1], default=(0, 0))
-        reader, share = f"{format_gib(size)} (pid {pid})" if pid else "-", _share_of(each)
+        pid, size = max(each.readers.items(), key=lambda item: item[1], default=(0, 0))
+        reader, share = f"{format_gib(size)} (pid {pid})" if pid else "-", each.limit_share
         rows.append(
             f"  {each.time - end:>9.0f}{format_gib(each.used_bytes):>10}{format_gib(each.trainer_bytes):>10}"
             f"{reader:>24}   {'-' if share is None else f'{100 * share:.1f} %'}"
         )
     return rows
-
-
-def _share_of(sample: MemorySample | None) -> float | None:
-    """Return the use of the first limit as a share of the point where it kills."""
-    return sample.binding_used_bytes / sample.limit_bytes if sample and sample.limit_bytes > 0 else None
 
 
 @dataclass(frozen=True)
@@ -185,7 +177,7 @@ def examine_reader(
         # Readers of a shared Ray are in another cgroup than the trainer: use that of a living reader.
         known = (counts for pid in readers if (counts := read_counts_of(pid)).path)
         counts = next(known, None) or read_counts_of(os.getpid())
-        cause, counted = _classify_counts(session, sampled, last, counts)
+        cause, counted = _classify(session, sampled, last, counts)
         evidence = [*counted, *evidence]
     remedy = remedy_of(cause, "reader", session.workers, last, session.limits.ray_share)
     return _death("reader", end["pid"], step, cause, evidence, samples, remedy)
@@ -197,8 +189,8 @@ def death_of_this_run(cause: Literal["gpu", "guard"], step: int, reason: str, sa
 
 
 def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
-    """Explain why the last session of a run died; None if it ended properly, is alive, runs on another machine, or
-    there was none.  Reads only; a death recorded in `post_mortem.jsonl` is returned as it is.
+    """Explain why the last session of a run died; None if it ended properly, is alive, may be alive elsewhere, or there
+    was none.  Reads only; a death recorded in `post_mortem.jsonl` is returned as it is.
 
     Args:
         locked: this process holds the run's lock, so no process of it is alive, in other containers or machines either.
@@ -209,16 +201,30 @@ def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
     alive = is_alive(session)
     if alive or (alive is None and not locked):
         return None
-    known = reversed(read_deaths(run_dir / "post_mortem.jsonl"))
-    recorded = next((death for death in known if death.victim == "run" and is_of_session(death, session)), None)
-    return recorded or _examine(run_dir, session)
+    for death in reversed(read_deaths(run_dir / "post_mortem.jsonl")):
+        if death.victim == "run" and is_of_session(death, session):
+            return death
+    samples = [sample for sample in read_recent(run_dir / "recent.jsonl") if sample.time >= session.begin_time]
+    records = [r for r in Tail(run_dir / "metrics.jsonl").new() if r["time"] >= session.begin_time]
+    last = samples[-1] if samples else None
+    seen = max(session.begin_time, last.time if last else 0.0, records[-1]["time"] if records else 0.0)
+    step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
+    cause: Cause = "unknown"
+    evidence = ["it ran on another machine, or on this one before a restart; it recorded no end and is gone"]
+    if session.boot_id and session.boot_id == boot_id():
+        cause, evidence = _classify(session, last, last, _counts_for(session))
+    evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
+    events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
+    said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
+    workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
+    remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
+    return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(samples, seen), remedy)
 
 
 def record_run_death(run_dir: Path) -> Death | None:
     """Examine a run and append its death, if any, once.  Needs the run's lock.  Raises OSError."""
-    path, death = run_dir / "post_mortem.jsonl", examine_run(run_dir, locked=True)
-    if death is not None and death not in read_deaths(path):
-        append_death(path, death)
+    if (death := examine_run(run_dir, locked=True)) is not None:
+        append_death(run_dir / "post_mortem.jsonl", death)
     return death
 
 
@@ -233,42 +239,17 @@ def is_of_session(death: Death, session: SessionRecord) -> bool:
     return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
 
 
-def _examine(run_dir: Path, session: SessionRecord) -> Death:
-    samples = [sample for sample in read_recent(run_dir / "recent.jsonl") if sample.time >= session.begin_time]
-    records = [r for r in Tail(run_dir / "metrics.jsonl").new() if r["time"] >= session.begin_time]
-    last = samples[-1] if samples else None
-    seen = max(session.begin_time, last.time if last else 0.0, records[-1]["time"] if records else 0.0)
-    step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
-    here = boot_id()
-    cause: Cause = "unknown"
-    if here and here == session.boot_id:
-        cause, evidence = _classify_counts(session, last, last, _counts_for(session))
-    elif is_alive(session) is None:
-        evidence = ["it ran on another machine, or on this one before a restart; it recorded no end and is gone"]
-    else:
-        cause = "restart"
-        evidence = [f"the machine was restarted: its boot id was {session.boot_id} and is now {here}"]
-    evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
-    events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
-    said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
-    workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
-    remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
-    return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(samples, seen), remedy)
-
-
 def _death(
     victim: Victim, pid: int, step: int, cause: Cause, evidence: Sequence[str], samples: Samples, remedy: str
 ) -> Death:
     """Build a death; adds the memory at the last sample, and that of a dead reader."""
     memory, last = [], samples[-1] if samples else None
-    if last is not None and (share := _share_of(last)) is not None:
-        figures = (
-            f"({format_size(last.binding_used_bytes)} of {format_size(last.limit_bytes)}) at {format_time(last.time)}"
-        )
-        limit = last.binding_limit or "the first limit"
-        memory.append(f"memory was at {100 * share:.1f} % of the point where {limit} kills {figures}")
-    if last is not None and pid in last.reader_bytes:
-        memory.append(f"the reader itself used {format_size(last.reader_bytes[pid])}")
+    if last is not None and (share := last.limit_share) is not None:
+        limit = last.limits[0]
+        figures = f"({format_size(limit.used_bytes)} of {format_size(limit.limit_bytes)}) at {format_time(last.time)}"
+        memory.append(f"memory was at {100 * share:.1f} % of the point where {limit.name} kills {figures}")
+    if last is not None and pid in last.readers:
+        memory.append(f"the reader itself used {format_size(last.readers[pid])}")
     return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(samples), remedy)
 
 
@@ -282,39 +263,39 @@ def _counts_for(session: SessionRecord) -> KillCounts:
     return counts if same_container else KillCounts(machine=counts.machine)
 
 
-def _classify_counts(
+def _classify(
     session: SessionRecord, sampled: MemorySample | None, last: MemorySample | None, counts: KillCounts
 ) -> tuple[Cause, list[str]]:
     """`sampled`: sample with the counts before the death; `last`: last sample before it."""
     rise = counts.since(KillCounts.of(sampled or session, session.cgroup))
     since = f"the sample at {format_time(sampled.time)}" if sampled else "the session began"
-    return classify_death(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
+    counted_s = time.time() - (sampled.time if sampled else session.begin_time)
+    return classify_death(rise, last.limit_share if last else None, since, counted_s)
 
 
 def classify_death(
-    rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0
+    rise: KillCounts, share: float | None, since: str, counted_s: float = 0.0
 ) -> tuple[Cause, list[str]]:
     """Return the cause of a death and the evidence.  Pure.
 
     Args:
         rise: kills counted since the last sample before the death.
-        last: last memory sample of the run.
+        share: how far memory was to the first limit in the last sample.
         since, counted_s: start of the count, as text, and its length in seconds.
     """
-    share = _share_of(last)
     full = share is not None and share >= _NEARLY_FULL
-    likely: Cause = "machine" if last is not None and last.binding_limit == "the machine" else "cgroup"
     count, where = (rise.machine, "this machine") if rise.cgroup is None else (rise.cgroup, "this cgroup")
     if count is None:
         return "unknown", ["the kernel's kill counts cannot be read here"]
     if count == 0:
         return "signal", [f"the kernel OOM-killed no process of {where} since {since}"]
     counted = f"the kernel OOM-killed {format_count(count, 'process')} of {where} since {since}"
-    if rise.cgroup is None and not full:
-        return "unknown", [f"{counted}; which ones is unknown", _NAME_THE_VICTIM]
-    if share is not None and not full and counted_s > _AT_ONCE_S:
-        return "unknown", [f"{counted} although memory was not nearly full; which ones is unknown", _NAME_THE_VICTIM]
-    return likely, [f"{counted}; {'memory was nearly full, ' if full else ''}most likely this one", _NAME_THE_VICTIM]
+    if full or (rise.cgroup is not None and (share is None or counted_s <= _AT_ONCE_S)):
+        return "kernel", [
+            f"{counted}; {'memory was nearly full, ' if full else ''}most likely this one",
+            _NAME_THE_VICTIM,
+        ]
+    return "unknown", [f"{counted}; which ones is unknown", _NAME_THE_VICTIM]
 
 
 def remedy_of(
@@ -335,12 +316,12 @@ def remedy_of(
         at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
         counts = f"Ray counts the memory of the whole machine, including other users', and kills{at}"
         return f"{less} {counts} (RAY_memory_usage_threshold)."
-    if cause in ("cgroup", "machine"):
+    if cause == "kernel":
         return less
-    if cause in ("signal", "unknown") and (_share_of(last) or 0.0) >= _NEARLY_FULL:
+    if ((last and last.limit_share) or 0.0) >= _NEARLY_FULL:
         ends = "a container runtime, a scheduler, systemd-oomd or earlyoom may have killed it"
         return f"memory was nearly full: {ends}. {less}"
-    if cause in ("signal", "restart"):
+    if cause == "signal":
         return f"nothing in the configuration; {again}."
     return f"{again}; if it happens again, watch it with vesuvius memcheck --watch 2."
 

@@ -5,7 +5,6 @@ Written when a session begins and again when it ends.  A session without an end 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +22,6 @@ from vesuvius.runlog.records import from_dict
 
 # The kernel records process starts in ticks of 10 ms; starts closer than this are the same.
 _SAME_START_S = 0.005
-_MACHINE_ID = Path("/etc/machine-id")
-_OUTSIDE_CONTAINERS = "pid:[4026531836]"  # the PID namespace in which every Linux begins
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class SessionRecord:
     exit_code: int | None = None
     pid_namespace: str = ""  # of `pid` (each container has its own); empty if unknown
     cgroup: str = ""  # path of its memory cgroup; empty without one
-    machine: str = ""  # see `machine_id`
 
 
 def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> SessionRecord:
@@ -68,7 +64,6 @@ def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> 
         machine_oom_kills=read_machine().oom_kills,
         pid_namespace=pid_namespace(),
         cgroup=cgroup.path if cgroup else "",
-        machine=machine_id(),
     )
     _write(path, record)
     return record
@@ -89,29 +84,11 @@ def read_session(path: Path) -> SessionRecord | None:
 
 def is_alive(record: SessionRecord) -> bool | None:
     """Whether the session's process is alive (a zombie is not); None if that cannot be seen from here: it runs on
-    another machine or in another PID namespace, or the machine cannot be identified."""
-    here = boot_id()
-    if not here or not record.boot_id:
-        return None
-    if here != record.boot_id:  # this machine before it was restarted, or another one, perhaps of the same name
-        is_here = record.machine and (record.machine, record.host) == (machine_id(), os.uname().nodename)
-        return False if is_here else None
-    if record.pid_namespace != pid_namespace():
+    another machine, on this one before a restart, or in another PID namespace."""
+    if not record.boot_id or record.boot_id != boot_id() or record.pid_namespace != pid_namespace():
         return None
     process = read_process(record.pid)
     return process is not None and abs(process.started_s - record.started_s) < _SAME_START_S
-
-
-def machine_id() -> str:
-    """Return an id of this machine that survives a restart; empty if unknown, as in a container: its id is its image's.
-
-    It is a hash: by machine-id(5), the id itself is confidential.
-    """
-    try:
-        text = _MACHINE_ID.read_bytes().strip() if pid_namespace() == _OUTSIDE_CONTAINERS else b""
-    except OSError:
-        return ""
-    return hashlib.sha256(b"vesuvius " + text).hexdigest() if len(text) == 32 else ""
 
 
 def pid_namespace() -> str:

@@ -24,6 +24,7 @@ from vesuvius.config.yaml_source import read_yaml
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.post_mortem import Death, deaths_of, headline, is_of_session
 from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.samples import spreads
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record, records_in
 
@@ -40,7 +41,7 @@ STEP_FIELDS = (
 # By kind, the fields that a report takes apart; a record in which one has another type is skipped, like a torn line.
 _SHAPES: Mapping[str, Any] = {
     "system": {
-        "used_bytes": [], "trainer_bytes": [], "shared_bytes": [], "readers": {},
+        "used_bytes": [], "trainer_bytes": [], "shared_bytes": [], "readers": {}, "vram": {"reserved_bytes": []},
         "gpus": [{"index": int | str, "busy": []}],
     },
     "ranks": {"slowest": int, "times": [{}]},
@@ -183,13 +184,7 @@ def merge(bands: Sequence[Band]) -> Band:
 
 def _bands(record: Record) -> dict[str, Band]:
     """The known figures of a record of the monitor; those that vary are [min, mean, max]."""
-    found: dict[str, list[Any]] = {
-        **{name: record.get(name) or [] for name in ("used_bytes", "trainer_bytes", "shared_bytes")},
-        "cores": 3 * [record.get("cores_busy")],
-        **{f"reader {pid}": 3 * [size] for pid, size in (record.get("readers") or {}).items()},
-        **{f"GPU {gpu.get('index')}": gpu.get("busy") or [] for gpu in record.get("gpus") or []},
-    }
-    known = {name: [*map(figure, values[:3])] for name, values in found.items()}
+    known = {name: [*map(figure, values[:3])] for name, values in spreads(record).items()}
     return {name: (*v, 1.0) for name, v in known.items() if len(v) == 3 and math.isfinite(sum(v))}  # type: ignore[misc]
 
 

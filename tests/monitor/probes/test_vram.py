@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from vesuvius.experiments.tune.worker import vram_bytes
-from vesuvius.monitor.probes.vram import _PEAKS, VramUse, read_vram, used_share
+from vesuvius.monitor.probes.gpus import VramUse
+from vesuvius.monitor.probes.vram import _PEAKS, read_vram, used_share
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 
 GIB = 2**30

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.support.config_text import MINIMAL, read
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.config import Config
-from vesuvius.monitor.probes.vram import VramUse, is_gpu_memory_error
+from vesuvius.monitor.probes.gpus import VramUse
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.forecast.run_plan import (

@@ -1,7 +1,7 @@
 """Inspects a run or the machine from outside, for `memory_table.py`.  Reads only.
 
-The run's records give memory by part, risk, steps and verdict.  For dead, hung or remote runs the system is asked, too:
-whether the process is alive, what it uses now, whether something was killed.
+The run's own records give everything about its memory, steps and verdict.  The system is asked whether the process is
+alive and, if the run's monitor is silent, what it uses now and how close its limits are.
 """
 
 from __future__ import annotations
@@ -9,25 +9,24 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
-from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.memory.risk import Level, RiskWatch
 from vesuvius.monitor.post_mortem import Death, KillCounts, death_line, deaths_of, is_of_session
-from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.monitor.probes.gpus import Gpus
-from vesuvius.monitor.probes.processes import ProcessUse
-from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between, sample_system
-from vesuvius.monitor.recent import MemorySample, read_recent
+from vesuvius.monitor.probes.gpus import Gpus, GpuUse
+from vesuvius.monitor.probes.processes import ProcessUse, read_process
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, sample_system
+from vesuvius.monitor.samples import MemorySample, read_recent, spreads
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, Tail, is_number
-from vesuvius.runlog.units import format_count, format_duration, format_size, format_time, quantile
+from vesuvius.runlog.units import format_count, format_duration, format_time, quantile
 
 State = Literal["running", "hung", "ended", "died", "elsewhere", "unknown"]
 
@@ -44,17 +43,14 @@ _PROCESS_STATES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
+class Part(NamedTuple):
     """Memory of one part of a run."""
 
-    # "root" (the trainer), "readers" (all), "reader" (one), "others", "store", "total", or "vram"
-    part: str
+    part: str  # "root" (the trainer), "readers" (all), "reader" (one), "others", "store", "total" or "vram"
     name: str  # for people
-    pid: int | None = None  # of a single process
-    # now_bytes, peak_bytes: None = unknown
-    now_bytes: float | None = None
-    peak_bytes: float | None = None
+    pid: int | None  # of a reader
+    now_bytes: int
+    peak_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -67,28 +63,22 @@ class Inspection:
     state: State = "running"  # of the run; `elsewhere` = on another machine, where only its files are visible
     state_text: str = ""  # the same for people, with evidence
     stalled: bool = False  # the run hangs, according to its watchdog or for lack of signs of life
-    rows: tuple[Row, ...] = ()  # the parts, then the total
+    sample: MemorySample | None = None  # the run's own last one or, if it is silent, as seen from outside
+    is_live: bool = False  # whether the sample is of a living run
+    peaks: Mapping[str, float] = field(default_factory=dict)  # the largest recorded figures, by the names of `spreads`
     peaks_since: float | None = None  # when the run began to record its memory, seconds since 1970
-    limit_bytes: int | None = None  # the smallest limit
-    # reclaimable file pages; not part of the total
-    page_cache_bytes: int | None = None
     # level, reason: the risk; None = unknown
     level: Level | None = None
     reason: str = ""
     limits: tuple[MemoryLimit, ...] = ()  # first the one that would be reached first
-    vram: Row | None = None  # memory reserved by the trainer; None without a GPU
-    vram_limit_bytes: int | None = None  # of its GPU
-    no_gpus: str | None = None  # why no GPU is seen
     # of a run: the last `step`, its `age_s`, `step_s_p95` of recent steps, and the last `verdict`
     steps: Mapping[str, Any] | None = None
     # evidence, a line each: of kills because memory ran out, and of deaths of another or an unknown cause
     kills: tuple[str, ...] = ()
     deaths: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()  # further notes, a line each
-    # sample, rates: what the system reports; None if it was not sampled
-    sample: SystemSample | None = None
-    rates: Rates | None = None
-    cores: float | None = None  # that the run may use: its cpuset and CPU quotas
+    machine: SystemSample | None = None  # without a run
+    no_gpus: str | None = None  # why no GPU of the machine is seen
 
     @property
     def exit_code(self) -> int:
@@ -100,157 +90,140 @@ class Inspection:
             return EXIT_MEMORY_CRITICAL
         return EXIT_MEMORY_WARN if self.deaths or self.stalled or self.level is Level.WARN else EXIT_OK
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """The smallest limit."""
+        return min((limit.total_bytes for limit in self.limits), default=None)
+
+    @property
+    def gpus(self) -> tuple[GpuUse, ...]:
+        return self.machine.gpus if self.machine else self.sample.gpus if self.sample else ()
+
     def as_json(self) -> dict[str, Any]:
         """Return an object for scripts; null is unknown.  No key matches a grep for kills."""
-        found, sample = asdict(self), self.sample
-        del found["limits"]  # under another key below
-        seen, rates, machine = found.pop("sample") or {}, found.pop("rates"), None
-        if sample is not None:
-            machine = seen["machine"] | {
-                "kernel_kills": seen["machine"].pop("oom_kills"),
-                "cgroup_kernel_kills": sample.cgroup.oom_kills if sample.cgroup else None,
-                "core_busy": rates and rates["core_busy"],
-            }
-        return found | {
+        own = ("sample", "machine", "peaks", "limits", "level")  # in another form below
+        machine = asdict(self.machine.machine) if self.machine else {}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own} | {
             "exit_code": self.exit_code,
             "level": self.level.name if self.level is not None else None,
-            "parts": found.pop("rows"),
+            "parts": [part._asdict() for part in self.parts()],
+            "limit_bytes": self.limit_bytes,
             "limits": [asdict(each) | {"left_bytes": each.left_bytes} for each in self.limits],
-            "processes": seen.get("processes"),
-            "machine": machine,
-            "gpus": seen.get("gpus"),
+            "vram": asdict(self.sample.vram) if self.sample and self.sample.vram else None,
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+            "machine": {name: value for name, value in machine.items() if name != "oom_kills"} or None,
         }
 
+    def parts(self) -> list[Part]:
+        """Return the parts of a run's memory, the largest readers first, then the total, to which they add up."""
+        if (of := self.sample) is None:
+            return []
+        readers = sorted(of.readers.items(), key=lambda reader: -reader[1])
+        in_readers = sum(of.readers.values())
+        known = of.trainer_bytes + in_readers + of.shared_bytes  # the run's own figure lacks readers on other machines
+        peaks = self.peaks
 
-class Watch:
-    """Samples a run (`pid`: its trainer) or, without one, the machine alone."""
+        def part(key: str, name: str, now: int, peak: str, pid: int | None = None) -> Part:
+            return Part(key, name, pid, now, max(now, peaks.get(peak, 0.0)))
 
-    def __init__(self, limits: MemoryPolicy, gpus: Gpus, pid: int | None = None) -> None:
-        self._limits, self._gpus = limits, gpus
-        self._watcher = Watcher(pid, gpus) if pid is not None else None
-        self._watch = RiskWatch(limits, warmup_s=0.0)
-        self._before: SystemSample | None = None
-
-    def sample(self) -> SystemSample:
-        """Take a sample.  Raises ProcessLookupError: the process has ended."""
-        return self._watcher.sample() if self._watcher else sample_system(os.getpid(), self._gpus)
-
-    def add_to(self, found: Inspection, sample: SystemSample) -> Inspection:
-        """Add to `found` what follows from a sample; a known risk is kept."""
-        risk = self._watch.add(sample)
-        stopped = ", ".join(str(process.pid) for process in sample.processes if process.is_stopped)
-        remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT resumes it"
-        cgroup = sample.cgroup if self._watcher else None
-        before, self._before = self._before, sample
-        return replace(
-            found,
-            remarks=(*found.remarks, *([remark] if stopped else [])),
-            limit_bytes=tightest(sample, self._limits).total_bytes,
-            page_cache_bytes=cgroup.file_bytes if cgroup else sample.machine.page_cache_bytes,
-            level=risk.level if found.level is None else found.level,
-            reason=found.reason or risk.reason,
-            limits=risk.limits,
-            sample=sample,
-            rates=rates_between(before, sample) if before else None,
-            cores=_cores_of(sample),
-        )
-
-
-def _cores_of(sample: SystemSample) -> float | None:
-    try:
-        return usable_cores(sample.processes[0].pid if sample.processes else os.getpid())
-    except OSError:  # it has ended
-        return None
+        found = [
+            part("root", "trainer", of.trainer_bytes, "trainer_bytes"),
+            part("readers", f"readers ({len(readers)})", in_readers, "readers"),
+            *(part("reader", f"reader {pid}", size, f"reader {pid}", pid) for pid, size in readers),
+            part("others", "Ray's own" if of.readers else "others", max(of.used_bytes - known, 0), "others"),
+            part("store", "shared memory", of.shared_bytes, "shared_bytes"),
+            part("total", "total", max(of.used_bytes, known), "used_bytes"),
+        ]
+        if of.vram is not None:
+            found.append(part("vram", "VRAM of the trainer", of.vram.reserved_bytes, "vram"))
+        return [each for each in found if each.now_bytes or each.part in ("store", "total", "vram")]
 
 
 def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
     """Return a function that inspects the machine and the limits of processes started from here."""
-    watch, name = Watch(MemoryPolicy(), gpus), f"machine {os.uname().nodename}"
+    watch, name = RiskWatch(MemoryPolicy(), warmup_s=0.0), f"machine {os.uname().nodename}"
 
     def inspect() -> Inspection:
-        found = Inspection(time.time(), "machine", name, no_gpus=gpus.reason, remarks=remarks)
-        return watch.add_to(found, watch.sample())
+        machine = sample_system(os.getpid(), gpus)
+        risk = watch.add(machine)
+        found = Inspection(time.time(), "machine", name, machine=machine, no_gpus=gpus.reason, remarks=remarks)
+        return replace(found, level=risk.level, reason=risk.reason, limits=risk.limits)
 
     return inspect
 
 
-class RunInspector:
-    """Inspects the latest session of a run, also when a new one begins."""
+def inspect_run(directory: Path) -> Inspection:
+    """Inspect the latest session of a run.
 
-    def __init__(self, directory: Path, gpus: Gpus) -> None:
-        self._directory = directory
-        self._gpus = gpus
-        self._session: SessionRecord | None = None
-        self._watch: Watch | None = None
+    Raises VesuviusError: a record has a value of the wrong type.
+    """
+    try:
+        return _inspect(directory)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise VesuviusError(
+            f"cannot read the records of {directory}: a line of its .jsonl files has a wrong value "
+            f"({type(error).__name__}: {error}); remove that line"
+        ) from error
 
-    def inspect(self) -> Inspection:
-        """Inspect the run's files and, if it runs on this machine, its processes.
 
-        Raises VesuviusError: a record has a value of the wrong type.
-        """
-        try:
-            return self._inspect()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise VesuviusError(
-                f"cannot read the records of {self._directory}: a line of its .jsonl files has a wrong value "
-                f"({type(error).__name__}: {error}); remove that line"
-            ) from error
+def _inspect(directory: Path) -> Inspection:
+    run, now = RunFiles(directory), time.time()
+    if (trainer := _trainer_of(run.session)) is None:
+        run = RunFiles(directory)  # it may have ended since the files were read
+    session, sample, remarks = run.session, run.last, list[str]()
+    state, text = run.state(trainer, now)
+    if trainer is not None and session is not None:
+        silent_s = now - (sample.time if sample else session.begin_time)
+        if silent_s > _MONITOR_LATE_S:
+            remarks.append(f"the run's own monitor has been silent for {format_duration(silent_s)}")
+        if sample is None or remarks:
+            sample = _seen_from_outside(session)
+    elif sample is not None:
+        remarks.append(f"figures from {format_time(sample.time)}")
+    is_fresh = trainer is not None or (state == "elsewhere" and sample and abs(now - sample.time) <= _FRESH_S)
+    deaths = [d for d in deaths_of(directory) if session is not None and is_of_session(d, session)]
+    found = Inspection(
+        now,
+        "run",
+        f"run {directory.name}",
+        state,
+        text,
+        stalled=state == "hung" or (state == "elsewhere" and run.watchdog is not None),
+        sample=sample,
+        is_live=trainer is not None,
+        peaks=run.peaks(),
+        peaks_since=run.since,
+        level=Level[sample.risk] if sample and is_fresh else None,
+        reason=sample.reason if sample and is_fresh else "",
+        limits=sample.limits if sample else (),
+        steps=run.steps_at(now),
+        kills=run.kills(sample, state, deaths),
+        deaths=tuple(death_line(each) for each in deaths if each.cause != "guard" and not each.is_for_memory),
+        remarks=tuple(remarks),
+    )
+    guard = next((d for d in deaths if d.cause == "guard" and session and session.end_time is not None), None)
+    if guard is None:
+        return found
+    text += "" if run.end_cause else ": ended by the memory guard"
+    found = replace(found, state_text=text, remarks=(guard.remedy, *found.remarks))
+    return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1]))
 
-    def _inspect(self) -> Inspection:
-        run = RunFiles(self._directory)
-        if (sample := self._sample(run.session)) is None:
-            run = RunFiles(self._directory)  # it may have ended since the files were read
-        now, session, last = time.time(), run.session, run.last
-        vram = last.vram_used_bytes if last else None
-        deaths = [d for d in deaths_of(self._directory) if session is not None and is_of_session(d, session)]
-        guard = next((d for d in deaths if d.cause == "guard" and session and session.end_time is not None), None)
-        state, text = run.state(sample, now)
-        others, peaks = "Ray's own" if session and session.workers else "others", run.peaks()
-        found = Inspection(
-            now,
-            "run",
-            f"run {self._directory.name}",
-            state,
-            f"{text}: ended by the memory guard" if guard and not run.end_cause else text,
-            stalled=state == "hung" or (state == "elsewhere" and run.watchdog is not None),
-            no_gpus=self._gpus.reason,
-            steps=run.steps_at(now),
-            kills=run.kills(sample, state, deaths),
-            deaths=tuple(death_line(each) for each in deaths if each.cause != "guard" and not each.is_for_memory),
-            remarks=(*([guard.remedy] if guard else []), *(run.remarks(sample, now) if sample else [])),
-            peaks_since=run.since,
-            vram=Row("vram", "VRAM of the trainer", None, vram, peaks["vram"]) if vram is not None else None,
-            vram_limit_bytes=last.vram_limit_bytes if last else None,
-        )
-        if sample is not None and self._watch is not None:
-            if last is not None and now - last.time <= _MONITOR_LATE_S and last.reason:
-                found = replace(found, level=Level[last.level], reason=last.reason)  # it has more samples
-            rows = rows_of(sizes_in(sample, last.reader_bytes if last else ()), peaks, others)
-            return self._watch.add_to(replace(found, rows=rows), sample)
-        if last is not None:  # it is dead or on another machine: use its last sample
-            fresh = state == "elsewhere" and abs(now - last.time) <= _FRESH_S
-            used, most = format_size(last.binding_used_bytes), format_size(last.limit_bytes)
-            found = replace(
-                found,
-                rows=rows_of(_recorded_sizes(last), peaks, others),
-                level=Level[last.level] if fresh else None,
-                reason=f"{last.binding_limit}: {used} in use; kills at {most}" if last.binding_limit else "",
-                remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
-            )
-        return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found
 
-    def _sample(self, session: SessionRecord | None) -> SystemSample | None:
-        """Sample the run; None if it has ended or runs elsewhere."""
-        if session is None or session.end_time is not None:
-            return None
-        if session != self._session:
-            self._session = session
-            self._watch = Watch(session.limits, self._gpus, session.pid) if is_alive(session) else None
-        try:
-            return self._watch.sample() if self._watch else None
-        except ProcessLookupError:
-            self._watch = None
-            return None
+def _trainer_of(session: SessionRecord | None) -> ProcessUse | None:
+    """Return the trainer of a session in progress; None if it is dead, or cannot be seen from here."""
+    if session is None or session.end_time is not None or not is_alive(session):
+        return None
+    return read_process(session.pid)
+
+
+def _seen_from_outside(session: SessionRecord) -> MemorySample | None:
+    """Sample a living run whose monitor is silent; None if it has just ended."""
+    try:
+        system = Watcher(session.pid).sample()
+    except ProcessLookupError:
+        return None
+    readers = {each.pid: each.anon_bytes for each in system.processes[1:] if each.is_reader}
+    return MemorySample.of(system, RiskWatch(session.limits).add(system), readers)
 
 
 class RunFiles:
@@ -262,7 +235,7 @@ class RunFiles:
         self._metrics = [r for r in Tail(directory / "metrics.jsonl").new() if r["time"] >= begin]
         self._system = [r for r in Tail(directory / "system.jsonl", _SYSTEM_BYTES).new() if r["time"] >= begin]
         self._recent = [sample for sample in read_recent(directory / "recent.jsonl") if sample.time >= begin]
-        self.last = self._recent[-1] if self._recent else None  # memory sample
+        self.last = self._recent[-1] if self._recent else None
         steps = [r for r in self._metrics if r["kind"] == "step" and is_number(r.get("step"))]
         recent = [r for r in steps[-_RECENT_STEPS:] if is_number(r.get("step_s"))]
         work_s = [r["step_s"] - (r.get("pause_s") or 0.0) for r in recent]
@@ -286,19 +259,18 @@ class RunFiles:
             "verdict": verdicts[-1] if verdicts else None,
         }
 
-    def state(self, sample: SystemSample | None, now: float) -> tuple[State, str]:
-        """Return the state and a text for people; `sample` is None if the run has ended or is elsewhere."""
+    def state(self, trainer: ProcessUse | None, now: float) -> tuple[State, str]:
+        """Return the state and a text for people; `trainer` is None if the run has ended or is elsewhere."""
         session = self.session
         if session is None:
             return "unknown", "no session.json: the run has not started, or an older version wrote it"
         if session.end_time is not None:
             cause = f": {self.end_cause}" if session.exit_code and self.end_cause else ""
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
-        if sample is not None:
-            root = sample.processes[0]
-            if hung := self._hung(root, now):
-                return "hung", hung + _PROCESS_STATES.get(root.status, "")
-            return "running", f"process {root.pid} is running" + ("" if self._step else ", no step yet")
+        if trainer is not None:
+            if hung := self._hung(trainer, now):
+                return "hung", hung + _PROCESS_STATES.get(trainer.status, "")
+            return "running", f"process {trainer.pid} is running" + ("" if self._step else ", no step yet")
         if is_alive(session) is False:
             seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
             return "died", f"died: process {session.pid} is gone and recorded no end{seen}"
@@ -319,48 +291,34 @@ class RunFiles:
         usual = f"95 % of the steps take less than {format_duration(self._step_s_p95)}"
         return f"no {what} for {format_duration(silent_s)}, although {usual}"
 
-    def kills(self, sample: SystemSample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
+    def kills(self, sample: MemorySample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
         """Return the evidence of OOM kills in this session, a line each.
 
         The cgroup's count is preferred, as the machine's includes other users' processes.
         """
-        if (session := self.session) is None:
-            return ()
         lines = tuple(death_line(death) for death in deaths if death.is_for_memory)
-        if state == "died":  # judged by its post-mortem: later kills are of other processes
+        if (
+            self.session is None or sample is None or state == "died"
+        ):  # its post-mortem knows: later kills are of others
             return lines
-        # Without paths: they differ inside and outside of a container.
-        now = KillCounts() if self.last is None else KillCounts.of(self.last)
-        if sample is not None:
-            now = KillCounts(sample.cgroup.oom_kills if sample.cgroup else None, sample.machine.oom_kills)
-        rise = now.since(KillCounts.of(session))
+        rise = KillCounts.of(sample).since(KillCounts.of(self.session))
         count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
         counted = f"out of memory: the kernel killed {format_count(count or 0, 'process')} {where} in this session"
         return (*lines, counted) if count else lines
 
-    def remarks(self, sample: SystemSample, now: float) -> Iterator[str]:
-        """Return notes about a run on this machine."""
-        last, began = self.last, self.session.begin_time if self.session else now
-        if (silent_s := now - (last.time if last else began)) > _MONITOR_LATE_S:
-            yield f"the run's own monitor has been silent for {format_duration(silent_s)}"
-        if last and last.reader_bytes and not any(process.pid in last.reader_bytes for process in sample.processes):
-            yield "the readers are not child processes of the run (Ray cluster): their memory is not in the table"
-
-    def peaks(self) -> dict[str | int, float]:
-        """Return the largest recorded size of each part, by name or, for readers, by pid."""
-        seen: list[tuple[str | int, Any]] = []
-        for record in self._system:
-            vram, readers = record.get("vram") or {}, record.get("readers") or {}
-            seen += [("total", record.get("used_bytes")), ("store", record.get("shared_bytes"))]
-            seen += [("root", record.get("trainer_bytes")), ("vram", vram.get("reserved_bytes"))]
-            seen += [(int(pid), size) for pid, size in readers.items() if pid.isdecimal()]
+    def peaks(self) -> dict[str, float]:
+        """Return the largest recorded value of each figure, by the names of `spreads`."""
+        seen = [
+            (name, size) for record in self._system for name, sizes in spreads(record).items() for size in sizes[2:]
+        ]
         for sample in self._recent:
-            seen += [("vram", sample.vram_used_bytes), *_recorded_sizes(sample).items()]
-        peaks: dict[str | int, float] = {}
+            seen += [(name, getattr(sample, name)) for name in ("used_bytes", "trainer_bytes", "shared_bytes")]
+            seen += [(f"reader {pid}", size) for pid, size in sample.readers.items()]
+            seen += [("readers", sum(sample.readers.values())), ("vram", sample.vram and sample.vram.reserved_bytes)]
+        peaks: dict[str, float] = {}
         for name, size in seen:
-            most = size[-1] if isinstance(size, list) and size else size  # [min, mean, max]
-            if is_number(most):
-                peaks[name] = max(peaks.get(name, 0.0), most)
+            if is_number(size):
+                peaks[name] = max(peaks.get(name, 0.0), size)
         return peaks
 
 
@@ -381,34 +339,3 @@ def _watchdog(metrics: Sequence[Record]) -> tuple[str, float] | None:
         if record.get("event") == "hung" and record.get("text"):
             return str(record["text"]), record["time"] - (record.get("seconds") or 0.0)
     return None
-
-
-def sizes_in(sample: SystemSample, reported: Collection[int] = ()) -> dict[str | int, int]:
-    """Return the sizes of a living run; `reported`: pids of the readers it has reported.  Pure."""
-    trainer, *rest = sample.processes
-    readers = {each.pid: each.anon_bytes for each in rest if each.pid in reported or each.is_reader}
-    return _sizes_of(trainer.anon_bytes, readers, sample.shared_bytes, sample.used_bytes)
-
-
-def _recorded_sizes(sample: MemorySample) -> dict[str | int, int]:
-    return _sizes_of(sample.trainer_bytes, sample.reader_bytes, sample.shared_bytes, sample.used_bytes)
-
-
-def _sizes_of(root: int, readers: Mapping[int, int], shared: int, used: int) -> dict[str | int, int]:
-    """Return memory by part, and by pid for readers; parts add up to "total".  `used` lacks remote readers."""
-    known = root + sum(readers.values()) + shared
-    parts: dict[str | int, int] = {"root": root, "readers": sum(readers.values()), "store": shared}
-    return parts | {"others": max(used - known, 0), "total": max(used, known)} | dict(readers)
-
-
-def rows_of(sizes: Mapping[str | int, int], peaks: Mapping[str | int, float], others: str) -> tuple[Row, ...]:
-    """Return a row for each part, readers by size, and the total last.  Pure."""
-    pids = sorted((name for name in sizes if isinstance(name, int)), key=lambda pid: -sizes[pid])
-    names: dict[str | int, str] = {"root": "trainer", "readers": f"readers ({len(pids)})"}
-    names |= {pid: f"reader {pid}" for pid in pids} | {"others": others, "store": "shared memory", "total": "total"}
-    rows = []
-    for key, name in names.items():
-        if sizes.get(key) or key in ("store", "total"):
-            part, pid = ("reader", key) if isinstance(key, int) else (key, None)
-            rows.append(Row(part, name, pid, sizes[key], max(sizes[key], peaks.get(key, 0.0))))
-    return tuple(rows)

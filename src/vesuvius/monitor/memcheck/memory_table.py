@@ -5,15 +5,17 @@ Unknown figures are "-", never 0.  Page cache is not part of the total, and shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vesuvius.monitor.memcheck.inspection import Inspection, Row
+from vesuvius.monitor.memcheck.inspection import Inspection, Part
 from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_gib, format_size, format_time
 
@@ -32,48 +34,54 @@ def memory_table(found: Inspection) -> RenderableType:
     facts.add_column(overflow="fold")  # wraps long values
     for name, value in _facts(found):
         facts.add_row(name, Text(value) if isinstance(value, str) else value)  # rich would read markup in a string
-    return Group(heading, *([_parts(found)] if found.rows else []), facts)
+    return Group(heading, *([_parts(found)] if found.sample else []), facts)
 
 
 def _parts(found: Inspection) -> Table:
     table = Table("memory", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("now GiB" if found.sample else "last GiB", "peak GiB"):
+    for name in ("now GiB" if found.is_live else "last GiB", "peak GiB"):
         table.add_column(name, justify="right")
-    for row in (*_shown(found.rows), *([found.vram] if found.vram else [])):
-        if row.part == "total":
+    vram = found.sample.vram if found.sample else None
+    limits = {"total": found.limit_bytes, "vram": vram.total_bytes if vram else None}
+    for part in _shown(found.parts()):
+        if part.part == "total":
             table.add_section()
-        limit_bytes = {"total": found.limit_bytes, "vram": found.vram_limit_bytes}.get(row.part)
-        now = format_gib(row.now_bytes) + ("" if limit_bytes is None else f" of {format_gib(limit_bytes)}")
-        style = {"total": "bold", "reader": "dim"}.get(row.part, "")
-        table.add_row(Text(row.name), now, format_gib(row.peak_bytes), style=style)
+        limit_bytes = limits.get(part.part)
+        now = format_gib(part.now_bytes) + ("" if limit_bytes is None else f" of {format_gib(limit_bytes)}")
+        style = {"total": "bold", "reader": "dim"}.get(part.part, "")
+        table.add_row(Text(part.name), now, format_gib(part.peak_bytes), style=style)
     return table
 
 
-def _shown(rows: Sequence[Row]) -> Iterator[Row]:
+def _shown(parts: list[Part]) -> Iterator[Part]:
     """Keep the largest readers and sum up the rest; a single reader needs no total."""
-    readers = [row for row in rows if row.part == "reader"]
+    readers = [part for part in parts if part.part == "reader"]
     left = readers[_SHOWN_READERS:]
-    for row in rows:
-        if row not in left:
-            yield from [row] if row.part != "readers" or len(readers) > 1 else []
-        elif row is left[-1]:
-            yield Row("reader", f"{len(left)} more", None, sum(each.now_bytes or 0 for each in left))
+    for part in parts:
+        if part not in left:
+            yield from [part] if part.part != "readers" or len(readers) > 1 else []
+        elif part is left[-1]:
+            yield Part("reader", f"{len(left)} more", None, sum(each.now_bytes for each in left), None)
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
     """Yield names and values."""
     if found.level is not None:
         yield "risk", Text.assemble((found.level.name, _LEVEL_STYLES[found.level]), f"  {found.reason}")
-    elif found.reason:
-        yield "first limit", found.reason
     for name, lines in (("OOM kill", found.kills), ("death", found.deaths)):
         for line in lines:
             yield name, Text(line, style="bold red")
     for number, limit in enumerate(found.limits[:_SHOWN_LIMITS]):
         used = f"{format_size(limit.used_bytes)} used, {format_size(limit.left_bytes)} left"
         yield "then" if number else "first limit", f"{limit.name}: kills at {format_size(limit.limit_bytes)}; {used}"
-    if found.sample is not None:
-        yield from _machine_facts(found, found.sample)
+    if found.machine is not None:
+        yield from _machine_facts(found.machine)
+    for gpu in found.gpus:
+        share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
+        used = f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}"
+        yield f"GPU {gpu.index}", f"{used}, busy {share}, {gpu.name}"
+    if found.no_gpus:
+        yield "GPU", f"- ({found.no_gpus})"
     if found.steps is not None:
         age_s, p95 = found.steps["age_s"], found.steps["step_s_p95"]
         ago = "-" if age_s is None else f"{found.steps['step']}, {format_duration(age_s)} ago"
@@ -82,27 +90,15 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
             yield "verdict", found.steps["verdict"]
     for remark in found.remarks:
         yield "note", remark
-    if found.peaks_since is not None and found.rows:
+    if found.peaks_since is not None:
         yield "peaks", f"since {format_time(found.peaks_since)}"
 
 
-def _machine_facts(found: Inspection, sample: SystemSample) -> Iterator[tuple[str, str]]:
-    machine, rates = sample.machine, found.rates
+def _machine_facts(sample: SystemSample) -> Iterator[tuple[str, str]]:
+    machine = sample.machine
     used = f"{format_size(machine.used_bytes)} of {format_size(machine.total_bytes)} used by all processes"
-    yield "machine", f"{used}, page cache {format_size(found.page_cache_bytes)}"
+    yield "machine", f"{used}, page cache {format_size(machine.page_cache_bytes)}"
     swap = f"{format_size(machine.swap_used_bytes)} of {format_size(machine.swap_total_bytes)}"
     yield "swap", swap if machine.swap_total_bytes else "none"
-    cores = f"{len(machine.core_total_s)}"
-    if found.cores is not None and found.cores < len(machine.core_total_s):
-        cores += f", {found.cores:g} of them usable here (cpuset, CPU quota)"
-    if rates is not None:
-        busy, own = sum(rates.core_busy), sum(rates.process_cores.values())
-        cores += f", {busy:.1f} of them busy"
-        cores += f": {own:.1f} by this run, {max(busy - own, 0.0):.1f} by other programs" if sample.processes else ""
-    yield "cores", cores
-    for gpu in sample.gpus:
-        share = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
-        used = f"{format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}"
-        yield f"GPU {gpu.index}", f"{used}, busy {share}, {gpu.name}"
-    if not sample.gpus:
-        yield "GPU", f"- ({found.no_gpus or 'NVML does not respond'})"
+    cores, usable = len(machine.core_total_s), usable_cores(os.getpid())
+    yield "cores", f"{cores}" + (f", {usable:g} of them usable here (cpuset, CPU quota)" if usable < cores else "")

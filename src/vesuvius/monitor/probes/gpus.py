@@ -29,6 +29,25 @@ class GpuUse:
     temperature_c: float | None
 
 
+@dataclass(frozen=True)
+class VramUse:
+    """Memory of one GPU, as seen by this process (`vram.py`, which needs torch)."""
+
+    allocated_bytes: int  # in tensors
+    reserved_bytes: int  # held by torch for tensors
+    peak_bytes: int  # peak of allocated_bytes in the window or in the process, see `read_vram`
+    # free_bytes, total_bytes: of the device, for all processes
+    free_bytes: int
+    total_bytes: int
+    retries: int  # allocations that succeeded only after torch released unused memory, which synchronizes
+    failures: int  # failed allocations
+
+    @property
+    def foreign_bytes(self) -> int:
+        """Memory in use outside of torch: CUDA, its libraries, and other processes."""
+        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
+
+
 class Gpus:
     """Open NVML.  A context manager.  Raises no errors: a query that fails, in whatever way, is an unknown figure.
 

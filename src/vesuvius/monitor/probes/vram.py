@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from vesuvius.monitor.probes.gpus import VramUse
 
 # cuBLAS, cuDNN, and torch for pinned memory, report it without torch's own exception class.
 _OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 # Reported if cuDNN has no kernel, or none whose workspace fits; the first text is torch's.
 _NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
 _NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
-
-
-@dataclass(frozen=True)
-class VramUse:
-    """Memory of one GPU, as seen by this process."""
-
-    allocated_bytes: int  # in tensors
-    reserved_bytes: int  # held by torch for tensors
-    peak_bytes: int  # peak of allocated_bytes in the window or in the process, see `read_vram`
-    # free_bytes, total_bytes: of the device, for all processes
-    free_bytes: int
-    total_bytes: int
-    retries: int  # allocations that succeeded only after torch released unused memory, which synchronizes
-    failures: int  # failed allocations
-
-    @property
-    def foreign_bytes(self) -> int:
-        """Memory in use outside of torch: CUDA, its libraries, and other processes."""
-        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
 
 
 _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")

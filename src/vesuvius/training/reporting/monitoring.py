@@ -23,7 +23,6 @@ from vesuvius.monitor.post_mortem import (
     death_of_this_run,
     examine_reader,
     examine_run,
-    read_deaths,
 )
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
@@ -143,10 +142,9 @@ def log_previous_death(directory: RunDir) -> None:
 
 
 def _record_death(directory: RunDir, death: Death) -> None:
-    """Log a post-mortem, and append it to `post_mortem.jsonl` unless already there."""
+    """Log a post-mortem and record it."""
     try:
-        if death not in read_deaths(directory.post_mortem):
-            append_death(directory.post_mortem, death)
+        append_death(directory.post_mortem, death)
     except OSError as error:
         log.warning("cannot write the post-mortem, which is in the log only: %s", error)
     for line in death_lines(death):

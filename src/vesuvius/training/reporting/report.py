@@ -213,7 +213,7 @@ class StepReporter:
         """Figures of a step, unrounded; None = unknown."""
         config, progress = self._run.config, self._run.progress
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
-        ram_used_bytes, ram_limit_bytes = self._machine.ram()
+        memory = self._machine.recent_samples()[-1]
         vram_used_bytes, vram_limit_bytes = self._vram() or (None, None)
         return {
             "step": launched.step,
@@ -232,8 +232,8 @@ class StepReporter:
             "slowest_rank": self.telemetry.slowest,  # of the previous step
             "mfu": self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
             **_parts(times),
-            "ram_used_bytes": ram_used_bytes,
-            "ram_limit_bytes": ram_limit_bytes,
+            "ram_used_bytes": memory.used_bytes,
+            "ram_limit_bytes": memory.limit_bytes,
             "vram_used_bytes": vram_used_bytes,
             "vram_limit_bytes": vram_limit_bytes,
             "sample_index": launched.first_sample,
