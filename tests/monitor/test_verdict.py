@@ -60,6 +60,7 @@ def window(**figures: Any) -> Window:
         "reader_cores": 0.2,
         "vram_share": 0.9,
     }
+    del waits["other_s"]  # the rest
     return Window(**(healthy | waits | figures))
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from vesuvius.monitor.probes.cores import others_text
-from vesuvius.monitor.window import THROTTLED, Knobs, Window
+from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import format_count, format_duration, format_rate, format_size
 
 Kind = Literal["compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound"]
@@ -71,19 +71,17 @@ class Verdict:
     @property
     def text(self) -> str:
         """The verdict in one line."""
-        return (
-            f"{self.bottleneck}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 "
-            f"{self.window.step_p95_s:.3g} s over {self.window.steps} steps; {self.advice}"
-        )
+        w = self.window
+        steps = f"step p50 {w.step_p50_s:.3g} s, p95 {w.step_p95_s:.3g} s over {w.steps} steps"
+        return f"{self.bottleneck}: {self.evidence}; {steps}; {self.advice}"
 
     def line(self, step: int, steps: int) -> str:
-        """Line for the log."""
         return f"Verdict step {step}/{steps} {self.text}"
 
     def record(self) -> dict[str, Any]:
         """Record for metrics.jsonl, unrounded."""
         words: dict[str, Any] = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
-        words |= {"overrides": list(self.overrides), "advice": self.advice}
+        words |= {"overrides": list(self.overrides), "advice": self.advice, "other_s": self.window.other_s}
         return words | self.window.shares | asdict(self.window)
 
 
@@ -97,9 +95,9 @@ def diagnose(window: Window, knobs: Knobs) -> Verdict:
     evidence = found.evidence
     if others := others_text(window.others_cores, window.cores):
         evidence += f", {others}"
-    if window.throttled_share is not None and window.throttled_share >= THROTTLED:
+    if window.is_throttled:
         quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} cores"
-        evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
+        evidence += f", the quota{quota} was used up in {_percent(window.throttled_share or 0.0)} of its periods"
     if not window.stopped_readers:
         return replace(found, evidence=evidence)
     evidence += f", a signal (SIGSTOP) or a debugger has stopped {format_count(window.stopped_readers, 'reader')}"
@@ -132,8 +130,8 @@ class _Diagnosis:
             return self._host_bound(f"the device waited for the host {share}")
         advice = (
             "no setting to try: see the log in ranks/ of the slowest rank, named in the step line; if all are equally "
+            "slow, the network is the bottleneck, and a larger training.accumulate_steps uses it less"
         )
-        advice += "slow, the network is the bottleneck, and a larger training.accumulate_steps uses it less"
         return self._found("comm-bound", f"waited for other ranks {share}", advice)
 
     def _found(self, kind: Kind, evidence: str, advice: str, *overrides: str, cause: Cause | None = None) -> Verdict:
@@ -156,15 +154,10 @@ class _Diagnosis:
         if k.on_gpu and w.gpu_busy is not None and w.gpu_busy < _LAUNCHING * computes:
             kernels = f"kernels ran only {_percent(w.gpu_busy)}: launching them is the bottleneck"
             return self._host_bound(f"the GPU had work {_percent(computes)} of the time, but {kernels}")
-        gpu_s = w.forward_s + w.backward_s + w.optimizer_s
-        parts = " ".join(
-            f"{name} {_percent(part / gpu_s if gpu_s else 0.0, 0)}"
-            for name, part in (("forward", w.forward_s), ("backward", w.backward_s), ("optimizer", w.optimizer_s))
-        )
-        evidence = (
-            f"computed {_percent(computes)} of the time (good: above {_percent(_COMPUTES_GOOD, 0)}; "
-            f"{parts}), waited for data {_percent(waits)}"
-        )
+        spent = {"forward": w.forward_s, "backward": w.backward_s, "optimizer": w.optimizer_s}
+        parts = " ".join(f"{name} {_percent(part / (w.gpu_s or 1.0), 0)}" for name, part in spent.items())
+        good = f"good: above {_percent(_COMPUTES_GOOD, 0)}; {parts}"
+        evidence = f"computed {_percent(computes)} of the time ({good}), waited for data {_percent(waits)}"
         if not k.on_gpu:
             advice = "the CPU is the bottleneck: no data-path setting will help"
             left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
@@ -174,9 +167,8 @@ class _Diagnosis:
             return self._found("compute-bound", evidence, advice)
         advice = "the GPU is the bottleneck: no data-path setting will help"
         if w.vram_share is not None and w.vram_share < _VRAM_PLENTY:
-            advice += (
-                f"; {_percent(1 - w.vram_share, 0)} of the GPU's memory is free for a larger training.train_batch_size"
-            )
+            free = _percent(1 - w.vram_share, 0)
+            advice += f"; {free} of the GPU's memory is free for a larger training.train_batch_size"
         return self._found("compute-bound", evidence, advice, *self._faster_steps())
 
     def _faster_steps(self) -> tuple[str, ...]:
@@ -217,10 +209,8 @@ class _Diagnosis:
         # The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small.  With unlimited space
         # the feeder would have worked while the queue was full, so the wait would shrink by at most that time.
         if w.empty_queue_hits and w.queue_full_s >= w.data_s / 2 and not saturated:
-            evidence = (
-                f"{waited}, though the prefetch was full {_percent(w.queue_full_s / w.working_s)} of the time and "
-                f"empty for {w.empty_queue_hits} of {w.batches} batches"
-            )
+            full = f"the prefetch was full {_percent(w.queue_full_s / w.working_s)} of the time"
+            evidence = f"{waited}, though {full} and empty for {w.empty_queue_hits} of {w.batches} batches"
             override = f"training.prefetch_factor={2 * k.prefetch_factor}"
             return self._more("prefetch too small", evidence, "batches ahead", override)
         if w.cut_s > w.wait_for_readers_s:
@@ -278,10 +268,8 @@ class _Diagnosis:
         if w.others_cores >= max(w.cores / 4, 1):
             advice = "other programs use the cores; stop them, or train elsewhere"
             return self._data("decoding", evidence, advice)
-        advice = (
-            "no core is free; more cores, a faster codec, or a new run with a higher data.patches_per_region will help"
-        )
-        return self._data("decoding", evidence, advice)
+        help_ = "more cores, a faster codec, or a new run with a higher data.patches_per_region will help"
+        return self._data("decoding", evidence, f"no core is free; {help_}")
 
     def _store_too_slow(self, waited: str) -> Verdict:
         """Latency, which more concurrent requests hide, or a saturated link, which nothing hides.  The link's capacity
@@ -289,10 +277,8 @@ class _Diagnosis:
         w, k = self.w, self.k
         rate, count = w.fetched_bytes_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
-        evidence = (
-            f"{waited}, {format_duration(request_s)} for a request of "
-            f"{format_size(w.bytes_fetched / count)}, {format_rate(rate)} in total"
-        )
+        request = f"{format_duration(request_s)} for a request of {format_size(w.bytes_fetched / count)}"
+        evidence = f"{waited}, {request}, {format_rate(rate)} in total"
         requests = min(2 * k.requests, _REQUESTS_MOST)
         retried = w.retries >= _RETRIES_MANY * count and k.requests > 1
         if retried:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vesuvius.monitor.clock import StepTimes
+
 # A CPU quota that is used up in this share of its periods slows the run down.
 THROTTLED = 0.05
 
 
-@dataclass(frozen=True)
-class Window:
+@dataclass(frozen=True, kw_only=True)
+class Window(StepTimes):
     """Figures of some steps: sums unless stated otherwise."""
 
-    steps: int  # number of steps
-    # step_s, data_s, h2d_s, forward_s, backward_s, optimizer_s, comm_s, other_s, pause_s: as `StepTimes`
-    step_s: float
-    data_s: float
-    h2d_s: float
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    other_s: float
-    pause_s: float
+    steps: int
     # step_p50_s, step_p95_s: quantiles of the steps without their pauses
     step_p50_s: float
     step_p95_s: float
     read_s: float | None  # readers waited for a remote store; None on disk: reading is part of decode_s
-    # decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`
+    # decode_s to retries: of all readers, as `BlockReport`
     decode_s: float
     bytes_read: int
     bytes_fetched: int
@@ -41,20 +34,19 @@ class Window:
     delivered_bytes: int
     # Cores are averages; with several ranks on a node, of the rank's share.  None = unknown.
     cores: float  # usable by this process: affinity and cgroup quotas
-    idle_cores: float | None = None  # idle, of those this process is bound to
+    idle_cores: float | None = None  # of those this process is bound to
     own_cores: float | None = None  # used by the whole run
-    # throttled_share, throttled_quota: the CPU quota (of the cgroup or an ancestor) that was used up most often: the
-    # share of its periods in which it was, and its cores; None without a quota
+    # the CPU quota (of the cgroup or an ancestor) that was used up most often: in which share of its periods, and its
+    # cores; None without a quota
     throttled_share: float | None = None
     throttled_quota: float | None = None
     working_readers: float | None = None  # readers that had a task, on average; None = all
-    stopped_readers: int = 0  # readers stopped by a signal (SIGSTOP) or a debugger at the end
+    stopped_readers: int = 0  # stopped by a signal (SIGSTOP) or a debugger at the end
     reader_cores: float | None = None  # used by all reader processes; None = unknown, or `workers: 0`
     # share of the time in which a kernel ran, from NVML; None = unknown.  Events around a span of computing cannot
     # distinguish kernels from the gaps that a slow host leaves between them.
     gpu_busy: float | None = None
     vram_share: float | None = None  # share of the device's memory that is reserved; None on a CPU
-    comm_s: float = 0.0
 
     @property
     def working_s(self) -> float:
@@ -64,9 +56,9 @@ class Window:
     @property
     def shares(self) -> dict[str, float]:
         """Shares of the working time: computing, then what the device waited for; data first, so that it wins ties."""
-        computing_s, host_s = self.forward_s + self.backward_s + self.optimizer_s, self.other_s - self.pause_s
-        waits = {"data": self.data_s, "h2d": self.h2d_s, "host": host_s, "comm": self.comm_s}
-        return {f"{name}_share": each / self.working_s for name, each in ({"compute": computing_s} | waits).items()}
+        host_s = self.other_s - self.pause_s
+        spent = {"compute": self.gpu_s, "data": self.data_s, "h2d": self.h2d_s, "host": host_s, "comm": self.comm_s}
+        return {f"{name}_share": seconds / self.working_s for name, seconds in spent.items()}
 
     @property
     def queue_full_s(self) -> float:
@@ -84,9 +76,14 @@ class Window:
         return self.bytes_fetched / self.reading_s if self.reading_s else 0.0
 
     @property
+    def is_throttled(self) -> bool:
+        """Whether a CPU quota slowed the run down."""
+        return self.throttled_share is not None and self.throttled_share >= THROTTLED
+
+    @property
     def free_cores(self) -> float:
         """Usable cores that are idle; all usable ones if that was not measured."""
-        if self.throttled_share is not None and self.throttled_share >= THROTTLED:
+        if self.is_throttled:
             return 0.0
         left = max(self.cores - (self.own_cores or 0.0), 0.0)
         return left if self.idle_cores is None else min(self.idle_cores, left)

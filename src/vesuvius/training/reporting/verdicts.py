@@ -36,8 +36,7 @@ _READ_AHEAD_S = 60.0
 _FIRST_S, _FURTHER_S = 60.0, 600.0
 _MIN_TIMED_STEPS = 2
 _RATES_EVERY_S = 5.0
-# Fields summed over a window, of `StepTimes` and `ReaderStats`; and settings of a verdict.
-_TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
+# Settings of a verdict, and fields of `ReaderStats` that are summed over a window.
 _SWITCHES = ("amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps")
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
@@ -157,7 +156,9 @@ class Verdicts:
         """Figures of these steps.  Each rank counts its share of the node's cores: all follow the verdict's advice."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_stats
         ranks_here = self._run.ranks.local_world
-        sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
+        sums: dict[str, Any] = {
+            f.name: math.fsum(getattr(times, f.name) for times in self._times) for f in fields(StepTimes)
+        }
         sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}
         sums |= {f.name: getattr(feeder, f.name) - getattr(self._before[1], f.name) for f in fields(feeder)}
         work_s = [times.step_s - times.pause_s for times in self._times]
