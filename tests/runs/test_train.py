@@ -202,7 +202,7 @@ def test_failed_saves_leave_the_older_checkpoint_intact_and_the_run_continues_to
 
 
 def test_the_full_experiment_explains_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml") == 6
+    assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml", "training.train_batch_size=1") == 6
     error = capsys.readouterr().err
     assert "vesuvius volume synth" in error
     assert "configs/exp001_full.yaml" in error
