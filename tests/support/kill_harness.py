@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 
 from tests.support import fork_server
 from vesuvius.runlog.records import read_records
-from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints
 
 _EARLY_SHARE = 0.2
 _HANG_S = 300
@@ -82,44 +81,9 @@ class Session:
             assert time.monotonic() < deadline, f"the run hangs before {what}:\n{self.text()}"
             time.sleep(every_s)
 
-    def kill(self) -> None:
-        """SIGKILL, which must hit a running process."""
-        assert self.process.poll() is None, f"the run was over before it could be killed:\n{self.text()}"
-        self.process.kill()
-        self.process.wait()
-
     def end(self) -> int:
         """Let it finish.  Returns the exit code."""
         return self.process.wait(timeout=10 * _HANG_S)
-
-
-@dataclass
-class KillStats:
-    """Statistics of the kills of a run.
-
-    Attributes:
-        kills: number of killed processes.
-        before_first_step: of these, during imports, checks or the start of readers.
-        inside_save: of these, during a checkpoint.
-        steps_redone: optimizer steps repeated in total.
-        seconds: from the first start to the last end.
-    """
-
-    kills: int = 0
-    before_first_step: int = 0
-    inside_save: int = 0
-    steps_redone: int = 0
-    seconds: float = 0.0
-
-    def count(self, run: Path) -> None:
-        """Record the state after a kill.  Every visible checkpoint must be intact."""
-        self.kills += 1
-        for path in list_checkpoints(run / "checkpoints"):
-            assert (damage := find_damage(path)) is None, f"kill {self.kills} left {path} damaged: {damage}"
-        if partial := partial_checkpoint(run):
-            self.inside_save += 1
-            # Not to be taken for one of the next session, which may be killed before it deletes what is left.
-            partial.rename(partial.with_name(f".partial-kill-{self.kills}-{partial.name.removeprefix('.partial-')}"))
 
 
 def run_with_kills(
@@ -130,17 +94,17 @@ def run_with_kills(
     most_steps: int = 5,
     arguments: Callable[[int], Sequence[str]] = lambda session: (),
     environment: dict[str, str] | None = None,
-) -> KillStats:
-    """Kill a run at random times, resume it each time, and let it finish.
+) -> tuple[int, int]:
+    """Kill a run at random times, resume it each time, and let it finish.  Every visible checkpoint must be intact.
 
     A session is killed anywhere in its first `most_steps` + 2 steps, one in five before the first.  The run must be
-    longer than these together.
+    longer than these together.  Returns the number of kills before a first step, and of optimizer steps repeated.
 
     Args:
         arguments: command line of session 0, 1, ...
     """
     rng, run = random.Random(seed), run_directory(config, cwd)
-    figures, started, start_s = KillStats(), time.monotonic(), 0.0
+    before_first_step, start_s = 0, 0.0
     for number in range(kills):
         with Session(config, cwd, "--resume", *arguments(number), environment=environment) as session:
             early = start_s and rng.random() < _EARLY_SHARE
@@ -148,58 +112,24 @@ def run_with_kills(
             if not early:
                 start_s = session.age_s
                 session.wait_for("Train step", count=1 + rng.randrange(most_steps))
-                time.sleep(rng.uniform(0, 2 * _step_s(session.text())))
-            session.kill()
-            figures.before_first_step += "Train step" not in session.text()
-        figures.count(run)
+                step_s = min(map(float, re.findall(r" step_s ([\d.]+)", session.text())))
+                time.sleep(rng.uniform(0, 2 * step_s))
+            assert session.process.poll() is None, f"the run was over before it could be killed:\n{session.text()}"
+            session.process.kill()
+            session.process.wait()
+            before_first_step += "Train step" not in session.text()
+        for path in list_checkpoints(run / "checkpoints"):
+            assert (damage := find_damage(path)) is None, f"kill {number} left {path} damaged: {damage}"
     with Session(config, cwd, "--resume", *arguments(kills), environment=environment) as session:
         assert session.end() == 0, session.text()
     assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
-    figures.steps_redone = steps_redone(run)
-    figures.seconds = time.monotonic() - started
-    return figures
-
-
-def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillStats:
-    """Kill a run while it writes a checkpoint; each time it must resume from the previous checkpoint or a later one.
-
-    Only kills that left a partial checkpoint count.
-    """
-    rng, run = random.Random(seed), run_directory(config, cwd)
-    figures, started = KillStats(), time.monotonic()
-    reached, save_s = 0, 0.0
-    while figures.inside_save < kills:
-        with Session(config, cwd, "--resume") as session:
-            session.wait_for("Train step")
-            first = int(re.findall(r"Train step (\d+)/", session.text())[0])
-            assert first > reached, f"went on at step {first} though there was a checkpoint of step {reached}"
-            save_s = save_s or _save_s(session, run)
-            wait_for_partial(session, run)
-            time.sleep(rng.uniform(0, save_s))
-            session.kill()
-        figures.count(run)
-        reached = max((step_of(path) for path in list_checkpoints(run / "checkpoints")), default=0)
-    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}") as session:
-        assert session.end() == 0, session.text()
-    assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
-    figures.seconds = time.monotonic() - started
-    return figures
+    steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
+    return before_first_step, len(steps) - len(set(steps))
 
 
 def run_directory(config: Path, cwd: Path) -> Path:
     """Run directory of a config."""
     return cwd / "runs" / str(yaml.safe_load(config.read_text())["name"])
-
-
-def steps_redone(run: Path) -> int:
-    """Number of repeated optimizer steps of a run."""
-    steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
-    return len(steps) - len(set(steps))
-
-
-def partial_checkpoint(run: Path) -> Path | None:
-    """The checkpoint being written, also when the process was killed."""
-    return next((run / "checkpoints").glob(".partial-step_*"), None)
 
 
 def processes_with(marker: str) -> list[str]:
@@ -247,23 +177,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
-
-
-def _step_s(text: str) -> float:
-    """Shortest step so far, in seconds: the first includes the start of the readers."""
-    return min(map(float, re.findall(r" step_s ([\d.]+)", text)))
-
-
-def wait_for_partial(session: Session, run: Path) -> None:
-    session.wait_until(lambda: partial_checkpoint(run) is not None, "a checkpoint was being written", every_s=0.0005)
-
-
-def _save_s(session: Session, run: Path) -> float:
-    """Seconds to write a checkpoint: median of five."""
-    seconds = []
-    for _ in range(5):
-        wait_for_partial(session, run)
-        name, began = partial_checkpoint(run), time.monotonic()
-        session.wait_until(lambda name=name: partial_checkpoint(run) != name, "it was whole", every_s=0.0005)
-        seconds.append(time.monotonic() - began)
-    return sorted(seconds)[2]
