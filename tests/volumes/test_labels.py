@@ -68,7 +68,7 @@ def test_instance_labels_are_refused_before_a_run_and_in_every_command(tmp_path:
             lambda: data.intensity_ranges(config),
             lambda: read_fixed_patches(data, config, 1),
             lambda: next(stream),
-            lambda: given.read(given.condition, ((0, 0, 0), (8, 8, 8))),
+            lambda: given.read("condition", ((0, 0, 0), (8, 8, 8))),
         ]
         for act in shown:
             with pytest.raises(DataError, match=r"labels 1099511627\d+, .* in .*labels.zarr are not among"):

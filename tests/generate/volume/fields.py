@@ -14,17 +14,10 @@ from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.common import ProgressReporter
+from vesuvius.generate.volume.passes import Pass, SamplingJob, advance, block_noise, correct_known
 from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.tasks import (
-    BlockArray,
-    Blocks,
-    TaskRunner,
-    VolumeJob,
-    VolumeSampler,
-    active_blocks,
-    run_locally,
-)
-from vesuvius.generate.volume.tiling import Pass, Tiling, advance, block_noise, correct_known, overlap_slices
+from vesuvius.generate.volume.tasks import BlockArray, Blocks, TaskRunner, TiledRun, active_blocks, run_locally
+from vesuvius.generate.volume.tiling import Tiling, overlap_slices
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]
@@ -116,12 +109,12 @@ def filled(
     return x
 
 
-def runner_of(job: VolumeJob, folder: Path, estimate: Estimate) -> TaskRunner:
-    return TaskRunner(job, folder, lambda condition: estimate, torch.device("cpu"))
+def runner_of(job: SamplingJob, folder: Path, estimate: Estimate) -> TaskRunner:
+    return TaskRunner(job, folder, lambda step, x, condition: estimate(x, job.passes[step].level)[0])
 
 
 def drawn(
-    job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, progress: ProgressReporter | None = None
+    job: SamplingJob, folder: Path, estimate: Estimate, workers: int = 1, progress: ProgressReporter | None = None
 ) -> np.ndarray:
     """Return the last state of a volume started or resumed in `folder`, in Ray actors if `workers` is above 1."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +123,7 @@ def drawn(
     if job.inpaint:
         known = BlockArray(folder / "known", job.tiling)
         live = active_blocks(job.tiling, lambda box: np.isnan(known.read(box)), progress)
-    sampling = VolumeSampler(job, folder, progress, live)
+    sampling = TiledRun(job, folder, progress, live)
 
     def open_runner() -> TaskRunner:
         return runner_of(job, folder, estimate)

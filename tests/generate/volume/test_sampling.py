@@ -31,16 +31,19 @@ from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.common import ProgressReporter
 from vesuvius.generate.volume import ray_workers
+from vesuvius.generate.volume.passes import START, STEP, SamplingJob, block_noise, make_passes
 from vesuvius.generate.volume.run import state_bytes
 from vesuvius.generate.volume.tasks import (
     BlockArray,
+    Job,
     State,
-    VolumeJob,
-    VolumeSampler,
+    TaskRunner,
+    TiledRun,
     active_blocks,
     delete_unflushed_tiles,
+    run_locally,
 )
-from vesuvius.generate.volume.tiling import START, STEP, Tiling, block_noise, make_passes
+from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
 
@@ -52,8 +55,8 @@ LEVELS = field_levels(FIELD, PATCH, 4)
 ESTIMATE = exact_estimate(FIELD, PATCH)
 
 
-def job(method: str = "dpmpp2m", **options: object) -> VolumeJob:
-    return VolumeJob(TILING, 7, LEVELS, method, **options)  # type: ignore[arg-type]
+def job(method: str = "dpmpp2m", *, batch_size: int = 1, **options: object) -> SamplingJob:
+    return SamplingJob(TILING, batch_size, 7, LEVELS, method, **options)  # type: ignore[arg-type]
 
 
 def first_noise() -> torch.Tensor:
@@ -79,6 +82,19 @@ def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, 
     np.testing.assert_array_equal(BlockArray(tmp_path / last / "x", TILING).read(ALL), found)
 
 
+def test_any_network_is_evaluated_on_the_tiles_of_its_input(tmp_path: Path) -> None:
+    """A network that squares what it sees knows no neighbors: blended tiles are the square of the volume."""
+    voxels, plain = first_noise()[0, 0], Job(TILING, 3)
+    given = BlockArray(tmp_path / "input", TILING)
+    given.create()
+    for block in range(TILING.blocks):
+        given.write(block, voxels[slices(TILING.block_box(block))].numpy())
+    running = TiledRun(plain, tmp_path, ProgressReporter(), range(TILING.blocks))
+    with run_locally(lambda: TaskRunner(plain, tmp_path, lambda step, x, condition: x.square())) as run_tasks:
+        found = running.run(run_tasks).read(ALL)
+    np.testing.assert_allclose(found, voxels.square().numpy(), rtol=1e-6)
+
+
 def test_noise_is_white_and_depends_only_on_seed_step_and_block() -> None:
     wide = Tiling((8, 12, 18), PATCH, 0.25)
     np.testing.assert_array_equal(block_noise(7, STEP, 3, wide, 0), block_noise(7, STEP, 3, TILING, 0))
@@ -100,16 +116,16 @@ def test_any_order_of_tasks_gives_the_same_bits(tmp_path: Path) -> None:
     expected = drawn(job(batch_size=3), tmp_path / "in order", ESTIMATE)
     runner, rng = runner_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
     blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
-    State(tmp_path / "mixed", runner._job, 0).create()
+    State(tmp_path / "mixed", TILING, 0).create()
     for block in rng.sample(blocks, len(blocks)):
-        runner.start_block(block)
+        runner.step_block(-1, block)
     for number in range(4):
-        State(tmp_path / "mixed", runner._job, number + 1).create()
+        State(tmp_path / "mixed", TILING, number + 1).create()
         for batch in rng.sample(batches, len(batches)):
             runner.evaluate_tiles(number, batch)
         for block in rng.sample(blocks, len(blocks)):
             runner.step_block(number, block)
-    np.testing.assert_array_equal(State(tmp_path / "mixed", runner._job, 4).x.read(ALL), expected)
+    np.testing.assert_array_equal(State(tmp_path / "mixed", TILING, 4).x.read(ALL), expected)
 
 
 def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
@@ -195,10 +211,10 @@ def test_a_stop_keeps_finished_tiles_and_the_next_call_resumes(tmp_path: Path) -
 def test_tiles_are_recomputed_after_a_crash_of_the_machine(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     folder = tmp_path / "crashed"
-    runner, state = runner_of(job(), folder, ESTIMATE), State(folder, job(), 0)
+    runner, state = runner_of(job(), folder, ESTIMATE), State(folder, TILING, 0)
     state.create()
     for block in range(TILING.blocks):
-        runner.start_block(block)
+        runner.step_block(-1, block)
     state.tile(3).write_bytes(bytes(4 * math.prod(PATCH)))  # its name has reached the disk, and its voxels have not
     (folder / "boot").write_text("another")
     delete_unflushed_tiles(folder)
@@ -216,11 +232,12 @@ def test_a_state_is_deleted_only_after_the_next_is_flushed(tmp_path: Path, monke
         flushed.add(stamp(os.fstat(descriptor)))
 
     def deleting(state: State) -> None:
-        after = State(tmp_path, job(), state.pass_index + 1)
+        after = State(tmp_path, TILING, state.step + 1)
         paths = [path for path in after.path.rglob("*") if not path.match("tiles*")]
-        assert len(paths) == 2 + TILING.blocks * (2 if 0 <= state.pass_index < 2 else 1)
+        fields = 2 if 0 <= state.step < 2 else 1
+        assert len(paths) == fields * (1 + TILING.blocks)
         assert all(stamp(path.stat()) in flushed for path in paths)
-        deleted.append(state.pass_index)
+        deleted.append(state.step)
         delete(state)
 
     monkeypatch.setattr(os, "fsync", flushing)
@@ -287,21 +304,19 @@ def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) ->
     edge = 30_000
     tracemalloc.start()
     try:
-        work = VolumeJob(Tiling((edge,) * 3, (8, 16, 16), 0.5), 1, LEVELS, "dpmpp2m", batch_size=4)
+        work = SamplingJob(Tiling((edge,) * 3, (8, 16, 16), 0.5), 4, 1, LEVELS, "dpmpp2m")
         every = range(work.tiling.blocks)
         on_disk = state_bytes(work, every, 1)
-        state = State(tmp_path, work, 1)
+        state = State(tmp_path, work.tiling, 1)
         state.create()
-        State(tmp_path, work, 0).create()
+        State(tmp_path, work.tiling, 0).create()
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
         found = list(
-            VolumeSampler(work, tmp_path, ProgressReporter(), every).run_group(
-                0, list(range(32)), lambda parts: iter(parts)
-            )
+            TiledRun(work, tmp_path, ProgressReporter(), every).run_group(0, list(range(32)), lambda parts: iter(parts))
         )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert [part.kind for part in found[:9]] == ["tiles"] * 9
+    assert all(part.is_batch for part in found[:9])
     assert on_disk >= 2 * edge**3 * 4
     assert peak < 24 * 2**20

@@ -83,9 +83,9 @@ def evaluate(
     config = info.config
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
     facts, intensity = info.data.volumes[asked.volume_index], info.data.intensities.volumes[asked.volume_index]
-    splits = [Split(volume.train, volume.validation) for volume in info.data.volumes if volume.train]
+    splits = [Split(volume.train, volume.validation) for volume in info.data.volumes]
     source = RealSource(
-        config.seed, config.data, number, info.data.intensities.volumes, (intensity, facts.dtype), splits or None
+        config.seed, config.data, number, info.data.intensities.volumes, (intensity, facts.dtype), splits
     )
     place_of = 0 if number is not None else asked.volume_index  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None

@@ -19,7 +19,6 @@ from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.generate.sample_zarr import to_model_values
-from vesuvius.plan.make_plan import Split, split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import DataFacts
@@ -57,29 +56,27 @@ class Inputs(AbstractContextManager["Inputs"]):
         the first begins at `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
         self._labels = config.labels
-        named = {"--inpaint": inputs.inpaint, "--mask": inputs.mask, "--condition": inputs.condition}
+        self.volumes: dict[str, Volume] = {}
         with ExitStack() as opened:
-            volumes = {}
-            for option, spec in named.items():
-                if spec is not None:
-                    nan = config.condition_nan if option == "--condition" else config.nan
-                    volume = open_volume(spec, config.store, missing_chunk, "air" if option == "--mask" else nan)
-                    volumes[option] = opened.enter_context(volume)
+            for name in ("inpaint", "mask", "condition"):
+                if (spec := getattr(inputs, name)) is not None:
+                    nan = {"mask": "air", "condition": config.condition_nan}.get(name, config.nan)
+                    volume = open_volume(spec, config.store, missing_chunk, nan)
+                    self.volumes[name] = opened.enter_context(volume)
             if condition_offsets is None:
-                shape_zyx = _common_shape(volumes, inputs.box, shape_zyx, condition_factors)
+                shape_zyx = _common_shape(self.volumes, inputs.box, shape_zyx, condition_factors)
             elif shape_zyx is None:
-                shape_zyx = covered_shape(volumes["--condition"].shape_zyx, condition_factors)
+                shape_zyx = covered_shape(self.volumes["condition"].shape_zyx, condition_factors)
             self._open = opened.pop_all()
-        self.volumes: dict[str, Volume] = volumes
         # None if neither inputs nor arguments define it
         self.shape_zyx = shape_of(inputs.box) if inputs.box else shape_zyx
         self._origin = inputs.box[0] if inputs.box else (0, 0, 0)
         # the condition may be coarser; the other volumes have the voxels of the generated one
-        self._alignments: dict[Volume, Alignment] = {}
-        for option, volume in volumes.items():
+        self._alignments: dict[str, Alignment] = {}
+        for name, volume in self.volumes.items():
             assert shape_zyx is not None
-            placed = (condition_factors, condition_offsets or ZEROS) if option == "--condition" else (ONES, ZEROS)
-            self._alignments[volume] = Alignment(shape_zyx, volume.shape_zyx, *placed)
+            placed = (condition_factors, condition_offsets or ZEROS) if name == "condition" else (ONES, ZEROS)
+            self._alignments[name] = Alignment(shape_zyx, volume.shape_zyx, *placed)
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():
@@ -89,63 +86,56 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     @property
     def inpaint(self) -> Volume | None:
-        return self.volumes.get("--inpaint")
+        return self.volumes.get("inpaint")
 
     @property
     def condition(self) -> Volume | None:
-        return self.volumes.get("--condition")
+        return self.volumes.get("condition")
 
     def record(self) -> dict[str, Any]:
         """Return names and fingerprints of the volumes, as plain JSON."""
         record = {}
-        for option, volume in self.volumes.items():
+        for name, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box = self._alignments[volume].array_box(box_at(self._origin, self.shape_zyx))
-            record[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
+            box = self._alignments[name].array_box(box_at(self._origin, self.shape_zyx))
+            record[name] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return record
 
     def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
         """Return edge lengths of voxels (`voxel_size_um` if the inputs have none), their unit, and the corner."""
-        volume = next(iter(self.volumes.values()), None)
+        name, volume = next(iter(self.volumes.items()), ("", None))
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
-        if stored is not None and volume is not None:
-            factors = self._alignments[volume].factors
-            own = triple(size / float(factor) for size, factor in zip(stored, factors, strict=True))
-        z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
-        oz, oy, ox = self._origin
-        corner = (oz * z, oy * y, ox * x)
+        if stored is not None:
+            own = triple(um / float(by) for um, by in zip(stored, self._alignments[name].factors, strict=True))
+        scale = own or voxel_size_um or (1.0, 1.0, 1.0)
+        corner = triple(start * size for start, size in zip(self._origin, scale, strict=True))
         if geometry is not None and stored is not None:
-            place = zip(geometry.translation_zyx, geometry.scale_zyx, stored, strict=True)
-            tz, ty, tx = (shift * um / size for shift, size, um in place)
-            corner = (tz + corner[0], ty + corner[1], tx + corner[2])
+            place = zip(corner, geometry.translation_zyx, geometry.scale_zyx, stored, strict=True)
+            corner = triple(shift * um / size + start for start, shift, size, um in place)
         return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
 
-    def read(self, volume: Volume, box: Box) -> NDArray[Any]:
-        """Return stored voxels; those of the condition are upsampled.  Raises DataError."""
-        there = shifted(box, self._origin)
-        voxels = self._alignments[volume].read(there, volume.read)
-        if self._labels and volume is self.condition:
+    def read(self, name: str, box: Box) -> NDArray[Any]:
+        """Return stored voxels of `inpaint`, `mask` or `condition`, which is upsampled.  Raises DataError."""
+        there, volume = shifted(box, self._origin), self.volumes[name]
+        voxels = self._alignments[name].read(there, volume.read)
+        if self._labels and name == "condition":
             check_labels(voxels, self._labels, volume.name, there)
         return voxels
 
     def gaps(self, box: Box) -> NDArray[np.bool_]:
         """Return which voxels are filled.  Raises DataError."""
-        mask = self.volumes.get("--mask")
-        if mask is not None:
-            masked: NDArray[np.bool_] = self.read(mask, box) != 0
+        if "mask" in self.volumes:
+            masked: NDArray[np.bool_] = self.read("mask", box) != 0
             return masked
-        volume = self.inpaint
-        assert volume is not None
-        gaps, there = np.zeros(shape_of(box), np.bool_), shifted(box, self._origin)
+        volume, gaps, there = self.volumes["inpaint"], np.zeros(shape_of(box), np.bool_), shifted(box, self._origin)
         for chunk in volume.grid.absent(there):
             gaps[slices(intersection(volume.grid.box_of(chunk), there), there[0])] = True
         return gaps
 
     def known(self, box: Box, intensity: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
         """Return known voxels, standardised, with NaN in the gaps.  Raises DataError."""
-        assert self.inpaint is not None
-        voxels = torch.from_numpy(to_model_values(self.read(self.inpaint, box), intensity))
+        voxels = torch.from_numpy(to_model_values(self.read("inpaint", box), intensity))
         values = schedule.standardised(voxels[None])[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
 
@@ -159,13 +149,8 @@ class TrainingCondition(Inputs):
         placed = trained.condition_factors, trained.condition_offsets
         super().__init__(given, config, trained.shape_zyx, *placed, config.missing_chunk)
         assert self.condition is not None
-        assert self.shape_zyx is not None
         self.volume, self._patch_zyx, self._seed = self.condition, config.patch_size, seed
-        split = Split(trained.train, trained.validation) if trained.train else None
-        split = split or split_volume(
-            self.volume.name, self.shape_zyx, config.patch_size, config.validation, trained.within
-        )
-        self._box = split.validation or split.train
+        self._box = trained.validation or trained.train
         low, high = (min(config.labels), max(config.labels)) if config.labels else (0, 0)
         self.intensity = (
             IntensityRange(low, max(low + 1, high)) if config.labels else facts.intensities.conditions[volume_index]
@@ -180,7 +165,7 @@ class TrainingCondition(Inputs):
     def patches(self, samples: Sequence[int]) -> NDArray[Any]:
         """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
         boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
-        return np.stack([self.read(self.volume, box) for box in boxes])
+        return np.stack([self.read("condition", box) for box in boxes])
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
@@ -204,25 +189,25 @@ def _common_shape(
                 f"--box {format_box(box)} needs --condition or --inpaint; add one of them, or use --shape"
             )
         return asked_zyx
-    factors = dict.fromkeys(volumes, ONES) | {"--condition": condition_factors}
-    first, anchor = next(iter(volumes.items()))
-    shape = covered_shape(anchor.shape_zyx, factors[first])
+    factors = dict.fromkeys(volumes, ONES) | {"condition": condition_factors}
+    named, anchor = next(iter(volumes.items()))
+    first, shape = f"--{named}", covered_shape(anchor.shape_zyx, factors[named])
     if asked_zyx is not None and box is None:
         first, shape = "--shape", asked_zyx
-    for option, volume in volumes.items():
-        by = factors[option]
+    for name, volume in volumes.items():
+        option, by = f"--{name}", factors[name]
         if not all(map(fits, shape, volume.shape_zyx, by)):
             scaled = "" if by == ONES else f" with the factors of the training run, {format_sizes(by)}"
             raise ConfigError(
                 f"The shapes of {first} and {option} do not match{scaled}: {format_sizes(shape)} and "
                 f"{format_sizes(volume.shape_zyx)}; give volumes (or levels, PATH@LEVEL) of the same region"
             )
-        if anchor is volumes.get("--condition") or anchor.geometry is None or volume.geometry is None:
+        if named == "condition" or anchor.geometry is None or volume.geometry is None:
             continue
         found = align(anchor, volume, option)
         if (found.factors, found.offsets) != (by, ZEROS):
             raise ConfigError(
-                f"{next(iter(volumes))} and {option} are not aligned: {found.describe()} "
+                f"--{named} and {option} are not aligned: {found.describe()} "
                 f"({describe_geometry(anchor)} and {describe_geometry(volume)}); give volumes of the same region"
             )
     if box is not None and not is_inside(box, shape):

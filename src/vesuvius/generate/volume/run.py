@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sampling_levels
@@ -35,7 +36,8 @@ from vesuvius.generate.common import (
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.generate.volume import tasks
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.generate.volume.tasks import BlockArray, Blocks, RunTasks, TaskRunner, VolumeJob, VolumeSampler
+from vesuvius.generate.volume.passes import SamplingJob
+from vesuvius.generate.volume.tasks import BlockArray, Blocks, RunTasks, TaskRunner, TiledRun
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
@@ -77,14 +79,15 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
         dtype, plan, out = volume.dtype, volume.plan, request.out
         shape = f"{format_sizes(volume.job.tiling.shape_zyx)} {dtype}"
         with StopRequest(None) as stop, translate_gpu_oom(request.batch_size):
-            progress, folder = ProgressReporter(stop, on_progress, resumable=True), partial_path(out) / "state"
+            volume.progress = progress = ProgressReporter(stop, on_progress, resumable=True)
+            folder = partial_path(out) / "state"
             if is_finished(out, volume.record, RECORD_KIND):
-                volume.write_labels(progress)
+                volume.write_labels()
                 return f"{out} is already complete: {shape}, generated with the same arguments"
-            active = volume.active_blocks(progress, note := folder / "live_blocks")
+            active = volume.active_blocks(note := folder / "live_blocks")
             if not has_partial(out, RECORD_KIND):
                 volume.check_space(active)
-            volume.write_labels(progress)
+            volume.write_labels()
             with (
                 open_partial(out, volume.record, plan, dtype, 0, RECORD_KIND) as target,
                 storage_errors(str(target.path), "free some space and run the same command again to resume"),
@@ -93,33 +96,29 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 tasks.delete_unflushed_tiles(folder)
                 if volume.job.inpaint and not note.exists():
                     write_atomically(note, np.fromiter(active, np.int64).tobytes())
-                sampling = VolumeSampler(volume.job, folder, progress, active)
-                volume.fill(folder, sampling.used, progress)
-                with volume.workers_on(folder, progress) as run_tasks:
+                sampling = TiledRun(volume.job, folder, progress, active)
+                volume.fill(folder, sampling.used)
+                with volume.workers_on(folder) as run_tasks:
                     x = sampling.run(run_tasks, volume.workers)
-                volume.write(target, x, sampling.used, progress)
+                volume.write(target, x, sampling.used)
         return f"wrote {out}: {shape}, {format_count(plan.levels, 'level')}, in {time.monotonic() - started:.1f} s"
 
 
 def forecast_volume(request: VolumeRequest) -> str:
     """Describe the disk space and the time that a volume takes.  Writes nothing.  Raises as `generate_volume`."""
-    with prepared(request) as volume, translate_gpu_oom(request.batch_size):
-        job, active, workers = volume.job, volume.active_blocks(ProgressReporter()), volume.workers
+    with prepared(request) as volume, translate_gpu_oom(request.batch_size), one_thread():
+        job, active, workers = volume.job, volume.active_blocks(), volume.workers
         disk = volume.check_space(active)
-        network, x = Network(volume.request), torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx))
-        estimate = network.estimate_for(None, job.batch_size)
-        with one_thread():
-            for _ in range(2):  # the first call is warm-up
-                started = time.monotonic()
-                estimate(x.to(network.device), job.levels[0])[0].sum().item()
-            seconds = time.monotonic() - started
-        batches, passes = job.num_batches(active), len(job.passes)
+        evaluate, x = _evaluate_by(Network(volume.request), job), torch.zeros(job.batch_size, 1, *job.tiling.patch_zyx)
+        for _ in range(2):  # the first call is warm-up
+            started = time.monotonic()
+            evaluate(0, x, None).sum().item()
+        batches = job.count_batches(active)
         tiles = min(batches * job.batch_size, job.tiling.tiles)
-        seconds *= passes * batches / max(1, min(workers, batches))
+        seconds = (time.monotonic() - started) * job.steps * batches / max(1, min(workers, batches))
         return (
-            f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * passes} network evaluations of a "
-            f"tile\ndisk: {disk}\n"
-            f"time: about {format_duration(seconds)} with {format_count(workers, 'worker')}"
+            f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * job.steps} network evaluations of "
+            f"a tile\ndisk: {disk}\ntime: about {format_duration(seconds)} with {format_count(workers, 'worker')}"
         )
 
 
@@ -128,7 +127,7 @@ class _Volume:
 
     def __init__(self, request: VolumeRequest, info: CheckpointInfo, inputs: Inputs) -> None:
         config, facts = info.config, info.data
-        self.inputs, self.request, self._info = inputs, request, info
+        self.inputs, self.request, self._info, self.progress = inputs, request, info, ProgressReporter()
         shape = request.shape_zyx or inputs.shape_zyx
         assert shape is not None
         source = inputs.inpaint
@@ -140,12 +139,12 @@ class _Volume:
         self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
         scale, unit, corner = inputs.space(facts.volumes[request.volume_index].voxel_size_um)
         self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
-        self.job = VolumeJob(
+        self.job = SamplingJob(
             Tiling(shape, config.data.patch_size, request.overlap),
+            request.batch_size,
             request.seed,
             sampling_levels(self._schedule, config.diffusion),
             config.diffusion.sampler,
-            batch_size=request.batch_size,
             rounds=(request.rounds or _ROUNDS) if source is not None else 1,
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
@@ -172,49 +171,47 @@ class _Volume:
             **base_record(info, request),
         }
 
-    def active_blocks(self, progress: ProgressReporter, note: Path = Path()) -> Blocks:
+    def active_blocks(self, note: Path = Path()) -> Blocks:
         """Return the blocks near gaps, or all without --inpaint; `note` caches the result of an earlier start."""
         if not self.job.inpaint:
             return range(self.job.tiling.blocks)
         if note.is_file():
             return dict.fromkeys(np.fromfile(note, np.int64).tolist())
-        return tasks.active_blocks(self.job.tiling, self.inputs.gaps, progress)
+        return tasks.active_blocks(self.job.tiling, self.inputs.gaps, self.progress)
 
-    def fill(self, folder: Path, used: Blocks, progress: ProgressReporter) -> None:
+    def fill(self, folder: Path, used: Blocks) -> None:
+        """Write the arrays that the job is given, by blocks."""
         inputs, tiling = self.inputs, self.job.tiling
-
-        def copy_blocks(field: BlockArray, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
+        readers: dict[str, Callable[[Box], NDArray[Any]]] = {
+            "known": lambda box: inputs.known(box, self._intensity, self._schedule),
+            "condition": lambda box: inputs.read("condition", box),
+        }
+        for name, dtype in self.job.given.items():
+            field, option = BlockArray(folder / name, tiling, dtype), "inpaint" if name == "known" else name
             field.create()
-            for block in progress.track(f"blocks of {option} read", used, len(used)):
+            for block in self.progress.track(f"blocks of --{option} read", used, len(used)):
                 if not field.has(block):
-                    field.write(block, read(tiling.block_box(block)))
+                    field.write(block, readers[name](tiling.block_box(block)))
 
-        if inputs.inpaint is not None:
-            known = BlockArray(folder / "known", tiling)
-            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, self._intensity, self._schedule))
-        if (condition := inputs.condition) is not None:
-            target = BlockArray(folder / "condition", tiling, condition.dtype)
-            copy_blocks(target, "--condition", lambda box: inputs.read(condition, box))
-
-    def workers_on(self, folder: Path, progress: ProgressReporter) -> AbstractContextManager[RunTasks]:
+    def workers_on(self, folder: Path) -> AbstractContextManager[RunTasks]:
         """Return a context with a function that runs tasks: in this process for one worker, else in Ray actors."""
-        request = self.request
+        request, job = self.request, self.job
         log.info(
             "Generating %s voxels from %s (%s weights): %d tiles, %s, %s on %s",
-            *(format_sizes(self.job.tiling.shape_zyx), self._info.checkpoint, request.weights),
-            *(self.job.tiling.tiles, format_count(len(self.job.passes), "pass"), format_count(self.workers, "worker")),
-            self._device.type,
+            *(format_sizes(job.tiling.shape_zyx), self._info.checkpoint, request.weights, job.tiling.tiles),
+            *(format_count(job.steps, "pass"), format_count(self.workers, "worker"), self._device.type),
         )
         # workers may run in another folder
         absolute = replace(request, checkpoint=request.checkpoint.resolve())
-        open_runner = partial(_open_runner, self.job, folder.resolve(), absolute)
+        open_runner = partial(_open_runner, job, folder.resolve(), absolute)
         if self.workers == 1 and request.cluster is None:
             return tasks.run_locally(open_runner)
         from vesuvius.generate.volume.ray_workers import ray_workers  # imports Ray
 
-        return ray_workers(open_runner, self.workers, int(self._device.type == "cuda"), request.cluster, progress.check)
+        gpus = int(self._device.type == "cuda")
+        return ray_workers(open_runner, self.workers, gpus, request.cluster, self.progress.check)
 
-    def write_labels(self, progress: ProgressReporter) -> None:
+    def write_labels(self) -> None:
         """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""
         out, condition = self.request.labels_out, self.inputs.condition
         if out is None or is_finished(out, self.record, RECORD_KIND):
@@ -222,25 +219,24 @@ class _Volume:
         assert condition is not None
         labels = bool(self._info.config.data.labels)
         with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND, labels) as target:
-            self._finish(target, lambda box: self.inputs.read(condition, box), lambda _: progress.check())
+            self._finish(target, lambda box: self.inputs.read("condition", box), lambda _: self.progress.check())
 
-    def write(self, target: PartialCopy, x: BlockArray, used: Blocks, progress: ProgressReporter) -> None:
+    def write(self, target: PartialCopy, x: BlockArray, used: Blocks) -> None:
         """Write the last state `x`, which has the `used` blocks, with known voxels as stored."""
         total = self.plan.chunk_count
-        left = sum(len(target.missing(level)) for level in range(self.plan.levels))
-        done = itertools.count(total - left + 1)
+        done = itertools.count(total + 1 - sum(len(target.missing(level)) for level in range(self.plan.levels)))
 
         def read(box: Box) -> NDArray[Any]:
-            progress.check()
+            self.progress.check()
             values = np.asarray(self._schedule.model_values(x.read(box, used)))  # type: ignore[arg-type]
             voxels = to_intensities(values, self._intensity, self.dtype)
             if self.inputs.inpaint is None:
                 return voxels
-            return np.where(self.inputs.gaps(box), voxels, self.inputs.read(self.inputs.inpaint, box))
+            return np.where(self.inputs.gaps(box), voxels, self.inputs.read("inpaint", box))
 
         def count(size: int) -> None:
-            progress.report("chunks written", next(done), total)
-            progress.check()
+            self.progress.report("chunks written", next(done), total)
+            self.progress.check()
 
         self._finish(target, read, count)
 
@@ -251,8 +247,7 @@ class _Volume:
         target.fill(0, read, on_chunk)
         target.fill_coarser(on_chunk)
         config = redacted(self._info.config.model_dump(mode="json"))
-        about = self._multiscale | {"name": target.out.stem}
-        replace(target, record=self.record | {"config": config}).publish(about)
+        replace(target, record=self.record | {"config": config}).publish(self._multiscale | {"name": target.out.stem})
 
     def check_space(self, active: Blocks) -> str:
         """Describe the disk space needed.  Raises StorageError if the disk is too small."""
@@ -271,7 +266,7 @@ class _Volume:
         return f"{need}; {format_size(free)} free"
 
 
-def state_bytes(job: VolumeJob, active: Blocks, workers: int) -> int:
+def state_bytes(job: SamplingJob, active: Blocks, workers: int) -> int:
     """Return the largest size of a state on disk."""
     tiling, used = job.tiling, len(tasks.used_blocks(job, active))
     block_voxels = math.prod(tiling.patch_zyx)
@@ -318,7 +313,13 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
         yield volume
 
 
-def _open_runner(job: VolumeJob, folder: Path, request: GenerateRequest) -> TaskRunner:
+def _evaluate_by(network: Network, job: SamplingJob) -> tasks.Evaluate:
+    def evaluate(step: int, x: Tensor, condition: NDArray[Any] | None) -> Tensor:
+        return network.estimate_for(condition, len(x))(x.to(network.device), job.passes[step].level)[0]
+
+    return evaluate
+
+
+def _open_runner(job: SamplingJob, folder: Path, request: GenerateRequest) -> TaskRunner:
     torch.set_num_threads(1)  # the same order of summation on every machine
-    network = Network(request)
-    return TaskRunner(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)
+    return TaskRunner(job, folder, _evaluate_by(Network(request), job))

@@ -33,13 +33,12 @@ from vesuvius.training.checkpoint.format import (
 )
 from vesuvius.training.checkpoint.save import write_state
 from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
-from vesuvius.volumes.alignment import ONES, ZEROS, Fractions
+from vesuvius.volumes.alignment import Fractions
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple
 
 _LAST_WEIGHTS = "model"
 _ALIGNMENT = ("condition_factors", "condition_offsets")
-_LATER = ("train", "validation")  # added to the format
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,13 @@ class TrainedVolume:
     name: str  # path and level
     dtype: np.dtype[Any]  # stored dtype of its voxels
     voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None if unknown
-    shape_zyx: Triple | None = None
+    shape_zyx: Triple
     # condition_factors, condition_offsets: alignment of the condition, as in `Alignment`
-    condition_factors: Fractions = ONES
-    condition_offsets: Fractions = ZEROS
-    within: Box | None = None  # the box that is split, as in `PreparedData`; None = all
-    # train, validation: the split; None in checkpoints of earlier versions
-    train: Box | None = None
-    validation: Box | None = None
+    condition_factors: Fractions
+    condition_offsets: Fractions
+    # train, validation: the split
+    train: Box
+    validation: Box | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +92,7 @@ class DataFacts:
         volumes = []
         try:
             for stored in state["volumes"]:
-                known = {key.name: stored[key.name] for key in fields(TrainedVolume) if key.name not in _LATER}
-                known |= {key: stored.get(key) for key in _LATER}
+                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
                 known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
             intensities, conditions = (
@@ -114,10 +111,8 @@ def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     kind: Kind = "condition" if data.conditions else "volume"
     alignments = [data.array(kind, number)[1] for number in range(len(data.volumes))]
     return tuple(
-        TrainedVolume(
-            v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, within, **vars(split)
-        )
-        for v, found, within, split in zip(data.volumes, alignments, data.within, data.splits, strict=True)
+        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, **vars(split))
+        for v, found, split in zip(data.volumes, alignments, data.splits, strict=True)
     )
 
 
