@@ -29,7 +29,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.errors import StorageError, VesuviusError
 from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
-from vesuvius.generate.volume.picture import check_picture, generate_held_out
+from vesuvius.generate.volume.picture import generate_held_out
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepared, state_bytes
 from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
@@ -75,12 +75,11 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     out = tmp_path / "big.zarr"
-    Image.new("1", (14_000, 14_000)).save(tmp_path / "big.png")  # more than Pillow opens
+    (tmp_path / "big.png").touch()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
     assert "big.png exists and would be replaced" in capsys.readouterr().err
     (tmp_path / "big.png").unlink()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
-    check_picture(VolumeRequest(Path("shown"), "ema", (), 0, 4, 0, tmp_path / "later.zarr", None), tmp_path / "big.png")
     assert re.search(
         r"wrote .*big.zarr: 12x24x24 uint8, 2 levels, in [\d.]+ s; middle slices: .*big.png\n",
         capsys.readouterr().out,
@@ -154,6 +153,7 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
 
     drawn = voxels(scan)
     shutil.rmtree(scan)  # a kill between the two
+    (pairs / "3.png").unlink()
     assert draws(pairs, *box) == 0
     np.testing.assert_array_equal(voxels(scan), drawn)
     assert draws(pairs, *box) == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
 
 def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: ProgressReporter, directory: Path) -> int:
     """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
-    config, network = info.config, Network(request)
+    config, network, every = info.config, Network(request), range(request.count)
     volume, intensity = info.data.volumes[request.volume_index], info.data.intensities.volumes[request.volume_index]
     scale = Scale.of_patch(config.data.patch_size, volume.voxel_size_um)
     log.info(
@@ -87,8 +87,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         *(info.checkpoint, request.weights, info.step, network.denoiser.parameters / 1e6),
         *(network.device, network.denoiser.amp),
     )
-    size, every = request.batch_size, range(request.count)
-    batches = [every[first : first + size] for first in every[::size]]
+    batches = [every[first : first + request.batch_size] for first in every[:: request.batch_size]]
     done, cells, evaluations = itertools.count(1), list[MontageCell](), 0
 
     def step_done(step: int, x: Tensor) -> None:
@@ -97,15 +96,12 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
 
     shape = (request.count, *config.data.patch_size)
     samples = sample_array(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
-    with ExitStack() as opened:
-        conditions = None
-        if config.has_condition:
-            conditions = TrainingCondition(config.data, info.data, request.volume_index, request.seed)
-            opened.enter_context(conditions)
+    where = (config.data, info.data, request.volume_index, request.seed)
+    with TrainingCondition(*where) if config.has_condition else nullcontext() as conditions:
+        if conditions:
             size_um, unit, _ = conditions.space(volume.voxel_size_um)
-            condition_array = sample_array(
-                directory / CONDITIONS, shape, conditions.volume.dtype, size_um if unit else None
-            )
+            dtype = conditions.volume.dtype
+            condition_array = sample_array(directory / CONDITIONS, shape, dtype, size_um if unit else None)
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.patches(numbers) if conditions else None
@@ -126,13 +122,12 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
-        record = {
+        record = base_record(info, request) | {
             "numbers": [*every],
             "noise": config.diffusion.noise,
             "evaluations_per_sample": evaluations,
             "checkpoint": str(info.checkpoint),
             "amp": network.denoiser.amp,
-            **base_record(info, request),
         }
         record_samples(directory / SAMPLES, record)
         if conditions:

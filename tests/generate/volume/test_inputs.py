@@ -16,7 +16,7 @@ from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.volume.inputs import InputConfig, Inputs, TrainingCondition
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
-from vesuvius.volumes.box import box_at
+from vesuvius.volumes.box import Box, box_at, is_inside
 
 CONFIG = DataConfig(volumes=(VolumeConfig(path="scan"),))
 
@@ -38,7 +38,8 @@ def test_a_mask_at_another_position_is_refused(tmp_path: Path, corner: int, rais
             Inputs(given, CONFIG)
 
 
-def test_samples_get_held_out_labels_at_their_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.35])
+def test_samples_get_labels_at_their_position_held_out_ones_if_there_are_any(tmp_path: Path, fraction: float) -> None:
     labels, patch = textured((20, 32, 32)), (8, 16, 16)
     volume_of(tmp_path / "scan", RAW, 4, 0)
     volume_of(tmp_path / "labels", labels.shape, 6, (40, 60, 80))
@@ -47,15 +48,24 @@ def test_samples_get_held_out_labels_at_their_position(tmp_path: Path) -> None:
     config = DataConfig(
         volumes=(VolumeConfig(path=str(tmp_path / "scan"), condition=spec(tmp_path / "labels")),),
         patch_size=patch,
-        validation=ValidationConfig(fraction=0.35, gap=0),
+        validation=ValidationConfig(fraction=fraction, gap=0),
     )
     data = prepare_data(0, config)
     facts = DataFacts(trained_volumes(data), data.intensity_ranges(config), None)  # type: ignore[arg-type]
+    drawn = {seed: starts_of(config, facts, seed) for seed in (0, 1)}
     with TrainingCondition(config, facts, 0, 0) as conditions:
         shown = conditions.patches(range(8))
-        boxes = [box_at(conditions.start_zyx(number), patch) for number in range(8)]
-    held_out = data.splits[0].validation
-    assert held_out is not None
-    for box, patch_shown in zip(boxes, shown, strict=True):
-        assert all(lo >= first and hi <= last for lo, hi, first, last in zip(*box, *held_out, strict=True))
-        np.testing.assert_array_equal(patch_shown, data.read_patch("condition", 0, box))
+    box: Box = data.splits[0].validation or data.splits[0].train
+    for start, patch_shown in zip(drawn[0], shown, strict=False):
+        assert is_inside(box_at(start, patch), box[1])
+        assert all(lo >= first for lo, first in zip(start, box[0], strict=True))
+        np.testing.assert_array_equal(patch_shown, data.read_patch("condition", 0, box_at(start, patch)))
+    last = [stop - size for stop, size in zip(box[1], patch, strict=True)]
+    for axis in range(3):
+        assert {box[0][axis], last[axis]} <= {start[axis] for start in drawn[0]}, "from end to end"
+    assert drawn[0] == starts_of(config, facts, 0) != drawn[1]
+
+
+def starts_of(config: DataConfig, facts: DataFacts, seed: int) -> list[tuple[int, int, int]]:
+    with TrainingCondition(config, facts, 0, seed) as conditions:
+        return [conditions.start_zyx(number) for number in range(300)]

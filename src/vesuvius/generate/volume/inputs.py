@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class InputConfig:
     box: Box | None = None  # part of the volumes that is used; None = all
 
 
-class Inputs(AbstractContextManager["Inputs"]):
+class Inputs:
     """The opened input volumes.  Boxes are in voxels of the generated volume."""
 
     def __init__(
@@ -77,6 +77,9 @@ class Inputs(AbstractContextManager["Inputs"]):
             assert shape_zyx is not None
             placed = (condition_factors, condition_offsets or ZEROS) if name == "condition" else (ONES, ZEROS)
             self._alignments[name] = Alignment(shape_zyx, volume.shape_zyx, *placed)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         for volume in self.volumes.values():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL.PngImagePlugin import PngInfo
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
@@ -34,8 +33,6 @@ from vesuvius.volumes.box import Box, box_along, box_at, scale, shape_of, slices
 from vesuvius.volumes.volume import open_volume
 
 Float32 = NDArray[np.float32]
-_SOFTWARE = "vesuvius sample"
-_HEADER_BYTES = 1024  # of a PNG, which hold the name of its program
 _SCALE = 2
 _CHARTS_PX = 220
 _LONGEST = 512  # pixels along an axis; of larger volumes a coarser level is shown
@@ -43,15 +40,8 @@ _WIDTH_PX = 256  # small volumes are magnified to about this
 
 
 def check_picture(request: VolumeRequest, picture: Path) -> None:
-    """Raise ConfigError if the picture of a volume that is not there yet would replace a file of another program."""
-    if not picture.exists() or request.out.exists() or partial_path(request.out).exists():
-        return
-    try:
-        with picture.open("rb") as file:  # Pillow would refuse a large picture in its own words
-            ours = f"Software\0{_SOFTWARE}".encode() in file.read(_HEADER_BYTES)
-    except OSError:
-        ours = False
-    if not ours:
+    """Raise ConfigError if the picture of a volume that is not there yet would replace a file."""
+    if picture.exists() and not request.out.exists() and not partial_path(request.out).exists():
         raise ConfigError(
             f"{picture} exists and would be replaced by a picture of the volume; move it away, or choose another --out"
         )
@@ -65,10 +55,8 @@ def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
     if request.labels_out is not None:
         cells.insert(0, MontageCell("labels", _volume_slices(request.labels_out, None)[0]))
     grid = draw_grid(cells, f"{request.out.name}: middle slices", scale, len(cells))
-    mark = PngInfo()
-    mark.add_text("Software", _SOFTWARE)
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
-        grid.save(picture, pnginfo=mark)
+        grid.save(picture)
 
 
 def _volume_slices(path: Path, intensity: IntensityRange | None) -> tuple[UInt8, Scale]:
