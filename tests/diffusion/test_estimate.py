@@ -13,6 +13,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 
 SHAPE = (3, 1, 2, 4, 5)
 LEVEL = NoiseLevel(700, 0.6, 0.8)
+PLAIN = Schedule.from_config(DiffusionConfig(noise="cosine"))
 KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0", "flow")
 
 
@@ -40,7 +41,7 @@ class _Network:
 
 def test_an_integer_t_is_passed_as_int64_and_a_fractional_one_as_float32() -> None:
     network = _Network()
-    estimate = NetworkEstimate(network, DiffusionConfig())
+    estimate = NetworkEstimate(network, DiffusionConfig(), PLAIN)
     estimate(_x(), LEVEL)
     estimate(_x(), NoiseLevel(12.5, 0.6, 0.8))
     (_, whole, _), (_, between, _) = network.calls
@@ -54,11 +55,11 @@ def test_an_integer_t_is_passed_as_int64_and_a_fractional_one_as_float32() -> No
 def test_guidance_parity_with_ho_and_salimans_on_eps(scale: float) -> None:
     # eq. 6: (1 + w) eps(x, c) - w eps(x) with w = scale - 1, whatever the network predicts.
     config = DiffusionConfig(sampler_guidance=scale)
-    conditional = NetworkEstimate(_Network(), DiffusionConfig(), _condition())(_x(), LEVEL)[1]
-    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), torch.zeros_like(_condition()))(_x(), LEVEL)[1]
+    conditional = NetworkEstimate(_Network(), DiffusionConfig(), PLAIN, _condition())(_x(), LEVEL)[1]
+    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), PLAIN, torch.zeros_like(_condition()))(_x(), LEVEL)[1]
     expected = scale * conditional - (scale - 1) * unconditional
     # 2e-6: float32 sums of numbers below 8.
-    ours = NetworkEstimate(_Network(), config, _condition())(_x(), LEVEL)[1]
+    ours = NetworkEstimate(_Network(), config, PLAIN, _condition())(_x(), LEVEL)[1]
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
 
 
@@ -67,7 +68,7 @@ def test_guidance_parity_with_ho_and_salimans_on_eps(scale: float) -> None:
 )
 def test_guidance_of_0_or_1_costs_one_network_call_and_other_values_two(scale: float, shown: list[str]) -> None:
     network = _Network()
-    estimate = NetworkEstimate(network, DiffusionConfig(sampler_guidance=scale), _condition())
+    estimate = NetworkEstimate(network, DiffusionConfig(sampler_guidance=scale), PLAIN, _condition())
     estimate(_x(), LEVEL)
     estimate(_x(), LEVEL)
     seen = ["nothing" if condition is None or not condition.any() else "condition" for _, _, condition in network.calls]
@@ -78,8 +79,8 @@ def test_guidance_of_0_or_1_costs_one_network_call_and_other_values_two(scale: f
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_x_0_and_its_eps_still_reproduce_x(kind: Prediction) -> None:
     config = DiffusionConfig(noise="cosine", prediction=kind, sampler_clip=0.5)
-    free, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind))(_x(), LEVEL)
-    x_0, eps = NetworkEstimate(_Network(), config)(_x(), LEVEL)
+    free, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind), PLAIN)(_x(), LEVEL)
+    x_0, eps = NetworkEstimate(_Network(), config, PLAIN)(_x(), LEVEL)
     assert free.abs().max() > 0.6  # there is something to limit
     assert torch.equal(x_0, free.clamp(-0.5, 0.5))
     # 2e-6: float32 sums and quotients of numbers below 8.
@@ -87,7 +88,7 @@ def test_clipped_x_0_and_its_eps_still_reproduce_x(kind: Prediction) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 1.25])
-def test_residual_guidance_scales_only_the_difference_to_the_linear_denoiser(guidance: float) -> None:
+def test_residual_guidance_scales_only_the_difference_to_the_wiener_filter(guidance: float) -> None:
     """A program that scaled the full prediction would change the Wiener filter itself, and the spectrum."""
     power = np.ones((2, 4, 3), np.float32)
     power[0, 0] = 40
@@ -98,9 +99,9 @@ def test_residual_guidance_scales_only_the_difference_to_the_linear_denoiser(gui
     def denoise(gain: float) -> Denoise:
         return lambda x, t, condition: predict(lambda shown, t: gain * shown[:, :1].sin(), schedule, x, t)
 
-    linear, _ = NetworkEstimate(denoise(0.0), config, schedule=schedule)(_x(), level)
-    by_network, _ = NetworkEstimate(denoise(1.0), DiffusionConfig(), schedule=schedule)(_x(), level)
-    x_0, eps = NetworkEstimate(denoise(1.0), config, schedule=schedule)(_x(), level)
+    linear, _ = NetworkEstimate(denoise(0.0), config, schedule)(_x(), level)
+    by_network, _ = NetworkEstimate(denoise(1.0), DiffusionConfig(), schedule)(_x(), level)
+    x_0, eps = NetworkEstimate(denoise(1.0), config, schedule)(_x(), level)
     torch.testing.assert_close(x_0, linear + guidance * (by_network - linear), rtol=0, atol=2e-6)
     torch.testing.assert_close(alpha * x_0 + sigma * eps, _x(), rtol=0, atol=2e-6)
     assert (x_0 - linear).abs().max() > 0.05
@@ -108,18 +109,18 @@ def test_residual_guidance_scales_only_the_difference_to_the_linear_denoiser(gui
         assert torch.equal(x_0, by_network)
 
 
-def test_a_guide_replaces_the_linear_denoiser_and_sees_the_same_condition() -> None:
+def test_a_guide_replaces_the_wiener_filter_and_sees_the_same_condition() -> None:
     """A program that called the guide without the condition would turn the correction against the labels."""
     network, guide = _Network(), _Network()
     config = DiffusionConfig(noise="cosine", residual_guidance=1.5, prediction="x_0")
-    estimate = NetworkEstimate(network, config, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))
+    estimate = NetworkEstimate(network, config, PLAIN, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))
     x_0, _ = estimate(_x(), LEVEL)
-    alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), _condition())(_x(), LEVEL)
+    alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), PLAIN, _condition())(_x(), LEVEL)
     torch.testing.assert_close(x_0, (0.25 + 1.5 * 0.75) * alone, rtol=1e-6, atol=1e-6)
     assert guide.calls[0][2] is not None
     assert torch.equal(guide.calls[0][2], _condition())
     assert estimate.evaluations == 2
     without = config.model_copy(update={"sampler_guidance": 0.0})
-    NetworkEstimate(network, without, _condition(), guide=guide)(_x(), LEVEL)
+    NetworkEstimate(network, without, PLAIN, _condition(), guide=guide)(_x(), LEVEL)
     assert not network.calls[-1][2].any()
     assert not guide.calls[-1][2].any(), "both without the condition"

@@ -50,7 +50,7 @@ def noise(seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("t", [0, 300, 700, 999])
-def test_a_network_that_returns_0_is_the_best_linear_denoiser(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
+def test_a_network_that_returns_0_is_the_wiener_filter(spectrum: Spectrum, x_0: Tensor, t: int) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.full((COUNT,), t)
     x_t = schedule.q_sample(x_0, noise(), times)
     found, _ = schedule.x_0_and_eps("v", predict(silent, schedule, x_t, times), x_t, times)
@@ -126,7 +126,7 @@ def test_sampler_levels_equal_the_levels_at_their_t(spectrum: Spectrum) -> None:
         torch.testing.assert_close(exact, close, rtol=1e-4, atol=1e-6)
 
 
-def test_the_linear_denoiser_has_a_mean_loss_of_1(spectrum: Spectrum, x_0: Tensor) -> None:
+def test_the_wiener_filter_has_a_mean_loss_of_1(spectrum: Spectrum, x_0: Tensor) -> None:
     schedule = Schedule.from_config(SPECTRAL, spectrum)
     times = torch.arange(COUNT) * 999 // (COUNT - 1)
     eps = noise(2)

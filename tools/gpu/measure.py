@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.diffusion.network.regions import CompiledRegions
-from vesuvius.diffusion.randomness import draw_noise, stratified_timesteps
+from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
@@ -255,7 +255,7 @@ class Bench:
     def _noise(self, number: int) -> Future[Tensor]:
         """Of a step, drawn on a thread while the device computes, as in a run."""
         shape, seed = (1, *self.config.data.patch_size), self.config.seed
-        return self._drawer.submit(draw_noise, seed, self._indices(number), shape, pinned=self.on_gpu)
+        return self._drawer.submit(sample_noise, seed, self._indices(number), shape, pinned=self.on_gpu)
 
     def _clocked(self, step: TrainStep, config: Config) -> list[StepTimes]:
         """Steps as the training loop runs them: the host never waits for the device."""

@@ -89,27 +89,20 @@ class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
     Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
-    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardised with the mean and std of the schedule's
-    data, in model values, as are the clipping limits.  `evaluations` counts network calls, two per estimate if guidance
-    is neither 0 nor 1.
-
-    Args:
-        schedule: None = mean 0, std 1, and no Wiener filter to correct.
-        guide: replaces the Wiener filter; costs one more network call per estimate.
+    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardised; clipping limits are in model values.
+    `evaluations` counts network calls: two per estimate if guidance is neither 0 nor 1, and one more with a `guide`,
+    which replaces the Wiener filter.
     """
 
     def __init__(
         self,
         denoise: Denoise,
         config: DiffusionConfig,
+        schedule: Schedule,
         condition: Condition = None,
-        schedule: Schedule | None = None,
         guide: Denoise | None = None,
     ) -> None:
-        self.evaluations = 0
-        self._guide = guide
-        self._schedule = schedule
-        self._mean, self._std = (schedule.mean, schedule.std) if schedule else (0.0, 1.0)
+        self.evaluations, self._schedule, self._guide = 0, schedule, guide
         self._denoise, self._config, self._condition = denoise, config, condition
         assert condition is not None or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
 
@@ -120,9 +113,10 @@ class NetworkEstimate:
         x_0, eps = x_0_and_eps(config.prediction, prediction, x, level.alpha, level.sigma)
         if config.sampler_clip is None:
             return x_0, eps
-        clipped = (x_0 * self._std + self._mean).clamp(-config.sampler_clip, config.sampler_clip)
+        mean, std = self._schedule.mean, self._schedule.std
+        clipped = (x_0 * std + mean).clamp(-config.sampler_clip, config.sampler_clip)
         # recompute eps, so that x = alpha x_0 + sigma eps still holds
-        return x_0_and_eps("x_0", (clipped - self._mean) / self._std, x, level.alpha, level.sigma)
+        return x_0_and_eps("x_0", (clipped - mean) / std, x, level.alpha, level.sigma)
 
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
         """Scale the difference between the prediction and that of the Wiener filter, or guide, by `residual_guidance`.
@@ -139,7 +133,7 @@ class NetworkEstimate:
                 condition = torch.zeros_like(condition)
             weaker = self._evaluated(x, level, condition, self._guide)
             return weaker + guidance * (prediction - weaker)
-        if self._schedule is None or self._schedule.spectrum is None:
+        if self._schedule.spectrum is None:
             return prediction
         alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
         _, linear, _ = split_signal_noise(self._schedule, x.float(), alpha.float(), sigma.float())
@@ -188,7 +182,7 @@ def generate(
     Returns:
         Samples in model values, float32 [len(sample_indices), C, Z, Y, X], and the number of network calls.
     """
-    estimate = NetworkEstimate(denoise, config, condition, schedule, guide)
+    estimate = NetworkEstimate(denoise, config, schedule, condition, guide)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)

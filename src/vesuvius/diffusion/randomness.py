@@ -44,9 +44,9 @@ def _sequence(seed: int, purpose: Purpose, indices: Sequence[int]) -> np.random.
 
 
 def derive_seed(seed: int, purpose: Purpose, *indices: int) -> int:
-    """Return a seed in [0, 2**63) for a `torch.Generator`, hashed from all arguments (each at least 0).
+    """Return a seed in [0, 2**63) for a `torch.Generator`, hashed from all arguments (each at least 0).  Pure.
 
-    Uses numpy's SeedSequence.  With `seed + index`, sample 0 of seed 1 would equal sample 1 of seed 0.  Pure.
+    With `seed + index`, sample 0 of seed 1 would equal sample 1 of seed 0.
     """
     return int(_sequence(seed, purpose, indices).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -56,37 +56,25 @@ def torch_generator(seed: int, purpose: Purpose, *indices: int) -> torch.Generat
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *indices))
 
 
-def draw_noise(
-    seed: int,
-    sample_indices: SampleIndices,
-    shape_czyx: tuple[int, int, int, int],
-    *,
-    pinned: bool = False,
-    purpose: Purpose = Purpose.NOISE,
-) -> Tensor:
-    """Return standard normal noise on the host: float32 [len(sample_indices), *shape_czyx].
-
-    Row k follows from (seed, index k).  It is drawn on the CPU (about 3 ms for 72x136x136 on one core), because CUDA's
-    generator depends on the GPU model.  With `pinned`, the copy to a GPU can be asynchronous.
-    """
-    noise = torch.empty((len(sample_indices), *shape_czyx), dtype=torch.float32, pin_memory=pinned)
-    for row, index in zip(noise, sample_indices, strict=True):
-        row.normal_(generator=torch_generator(seed, purpose, int(index)))
-    return noise
-
-
 def sample_noise(
     seed: int,
     sample_indices: SampleIndices,
     shape_czyx: tuple[int, int, int, int],
     device: torch.device | str = "cpu",
     *,
+    pinned: bool = False,
     purpose: Purpose = Purpose.NOISE,
 ) -> Tensor:
-    """Return the noise of `draw_noise` on a device; the copy to a GPU is asynchronous."""
-    device = torch.device(device)
-    pinned = device.type == "cuda"
-    return draw_noise(seed, sample_indices, shape_czyx, pinned=pinned, purpose=purpose).to(device, non_blocking=True)
+    """Return standard normal noise: float32 [len(sample_indices), *shape_czyx].
+
+    Row k follows from (seed, index k).  It is drawn on the CPU (about 3 ms for 72x136x136 on one core), because CUDA's
+    generator depends on the GPU model.  With `pinned` on the CPU, a later copy to a GPU can be asynchronous.
+    """
+    pinned |= torch.device(device).type == "cuda"
+    noise = torch.empty((len(sample_indices), *shape_czyx), dtype=torch.float32, pin_memory=pinned)
+    for row, index in zip(noise, sample_indices, strict=True):
+        row.normal_(generator=torch_generator(seed, purpose, int(index)))
+    return noise.to(device, non_blocking=True)
 
 
 def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
@@ -102,11 +90,9 @@ def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> 
 def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int) -> npt.NDArray[np.int64]:
     """Return the timesteps of one optimizer step: int64 [global_batch], each in [0, timesteps).
 
-    t_j = floor(T (perm_j + u_j) / G), with u_j uniform in [0, 1).  Each of the G equal parts of [0, T) is hit once and
-    every t is equally likely.  This removes most of the variance that the timesteps add to the loss.  The sample at
-    position j of the global batch takes entry j, so micro-batches and ranks take slices.  Pure.
-
-    Source: the low-discrepancy sampler of Kingma et al. 2021, here with one u per part.
+    t_j = floor(T (perm_j + u_j) / G), with u_j uniform in [0, 1): each of the G equal parts of [0, T) is hit once and
+    every t is equally likely (Kingma et al. 2021, here with one u per part).  The sample at position j of the global
+    batch takes entry j, so micro-batches and ranks take slices.  Pure.
     """
     rng = np.random.default_rng(_sequence(seed, Purpose.TIMESTEPS, [step]))
     positions = rng.permutation(global_batch) + rng.random(global_batch)
@@ -126,9 +112,8 @@ def timestep_bins(timesteps: int) -> list[int]:
 def validation_timesteps(patches: int, timesteps: int) -> npt.NDArray[np.int64]:
     """Return the validation timesteps of each fixed patch: int64 [patches, bins], one in each timestep bin.
 
-    Entry (p, b) depends on p, b and `timesteps` only, not on a seed or the number of patches.  Within a bin the patches
-    follow the van der Corput sequence, with a different shift per bin: the first 2**k patches fall into 2**k equal
-    parts of the bin, one each, and over many patches every t is equally frequent.  Pure.
+    Entry (p, b) depends on p, b and `timesteps` only.  Within a bin the patches follow the van der Corput sequence,
+    with a different shift per bin: the first 2**k patches fall into 2**k equal parts of the bin, one each.  Pure.
     """
     edges = np.array(timestep_bins(timesteps))
     fractions = np.array([_van_der_corput(patch) for patch in range(patches)]).reshape(patches, 1)

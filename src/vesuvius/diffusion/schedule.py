@@ -29,10 +29,9 @@ _POWERS = 256
 
 
 def linear_betas(timesteps: int) -> Betas:
-    """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].
+    """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].  Pure.
 
-    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas are scaled up to keep the
-    last t equally noisy.  Pure.
+    Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps; with fewer they are scaled up to keep the last t as noisy.
     """
     scale = 1000 / timesteps
     return np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
@@ -118,9 +117,7 @@ class Schedule:
     """Tables over t: float64 on the host, and float32 copies of them on one device, rounded once.
 
     All methods are pure.  Unless stated otherwise they take tensors BCZYX with `t` int64 [B] on the schedule's device
-    and return float32 BCZYX.  They cast inputs to float32 and use no operation that autocast changes, so they are safe
-    inside an autocast region (in bf16, alpha_bar rounds to 1 at small t).  A `t` outside [0, timesteps) raises
-    IndexError; a negative t does not wrap.
+    and return float32 BCZYX, also inside an autocast region.  A `t` outside [0, timesteps) raises IndexError.
     """
 
     # float64 [timesteps], on the host; samplers compute their coefficients from it
@@ -178,8 +175,7 @@ class Schedule:
 
     @property
     def timesteps(self) -> int:
-        """Number of noise levels, T."""
-        return len(self.alpha_bar_64)
+            return len(self.alpha_bar_64)
 
     @property
     def device(self) -> torch.device:
@@ -214,10 +210,7 @@ class Schedule:
         return alpha * self.standardised(x_0) + sigma * eps.float()
 
     def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the training target of a prediction kind for x_t.
-
-        v = sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x_0 (Salimans & Ho 2022, section 4).
-        """
+        """Return the training target of a prediction kind for x_t; v as in Salimans & Ho 2022, section 4."""
         match kind:
             case "v":
                 alpha, sigma = self._levels(t)
@@ -267,12 +260,8 @@ class Schedule:
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
     """Return the min-SNR-gamma weight of a squared error in this kind of prediction, float32 like `snr`.
 
-    min(snr, gamma) for x_0; the same divided by snr for eps, by snr + 1 for v (diffusers #5654 is about a missing
-    + 1), and by (sqrt(snr) + 1)^2 for flow.  The paper defines the weight for an error in x_0; an error in
-    eps is sqrt(snr) times, one in v sqrt(snr + 1) and one in flow sqrt(snr) + 1 times as large, hence the divisions.
-    At snr 0 (pure noise) only the weight of eps is above 0.  Pure.
-
-    Source: Hang et al. 2023.
+    Hang et al. 2023 define min(snr, gamma) for an error in x_0.  One in eps is sqrt(snr) times as large, one in v
+    sqrt(snr + 1) times and one in flow sqrt(snr) + 1 times.  (diffusers #5654 is about a missing + 1.)  Pure.
     """
     capped = snr.clamp(max=gamma)
     match kind:
@@ -292,12 +281,8 @@ def loss_per_sample(
     """Return the weighted mean squared error of each sample over its voxels: float32 [B].
 
     The weight is the schedule's if it has one (spectral noise), else min-SNR by `config.min_snr_gamma` (None: 1).
-    Pure; float32 also inside an autocast region.
-
-    Args:
-        prediction: network output for `schedule.q_sample(x_0, eps, t)`, BCZYX, any float dtype.
-        x_0, eps: in the shape of `prediction`.
-        t: int64 [B].
+    `prediction` is the network output for `schedule.q_sample(x_0, eps, t)`, any float dtype.  Pure; float32 also inside
+    an autocast region.
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)
     target = schedule.target(config.prediction, x_0, eps, t)

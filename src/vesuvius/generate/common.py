@@ -164,7 +164,7 @@ class Network:
             # As in training, a dropped condition is 0, including the presence flag.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
         condition = self._condition(stored, tiles)
-        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule, self.guide)
+        return NetworkEstimate(self.denoiser, config.diffusion, self.schedule, condition, self.guide)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.loader.test_device import CPU, on_each_device, textured_feed
-from vesuvius.diffusion.randomness import draw_noise, sample_noise
+from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import batches_ahead
@@ -63,9 +63,9 @@ def test_noise_is_prefetched_and_its_errors_reach_the_trainer(tmp_path: Path, mo
             assert goes_on.wait(60)
         if number == 2:
             raise MemoryError("no memory for noise")
-        return draw_noise(*arguments, **named)
+        return sample_noise(*arguments, **named)
 
-    monkeypatch.setattr("vesuvius.training.step.feed.draw_noise", slow)
+    monkeypatch.setattr("vesuvius.training.step.feed.sample_noise", slow)
     feed = TrainingFeed(textured_feed(tmp_path, CPU)[0], Conditioner(None, [], CPU))
     with feed.open():
         feed.next(HostClock())

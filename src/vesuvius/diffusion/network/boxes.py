@@ -6,16 +6,12 @@ In channels-last order this copies runs of sx C numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
 from vesuvius.diffusion.network.layers import memory_format_of
-
-_SEEDING_NAMES = {"patch_embed.": "stem_in.", "upsample.": "stem_out."}
 
 
 def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
@@ -56,38 +52,6 @@ class Upsample(nn.Conv3d):
         return depth_to_space(super().forward(x), self.box_zyx)
 
 
-class BoxChannels(NamedTuple):
-    """Axis of a weight whose channels are boxes, and the number of channels per voxel."""
-
-    axis: int
-    channels: int
-
-    def offsets_first(self, weight: Tensor) -> Tensor:
-        """Reorder channels from [C, sz sy sx] to [sz sy sx, C] along the axis of the weight."""
-        shape, axis = weight.shape, self.axis
-        pairs = weight.reshape(*shape[:axis], self.channels, -1, *shape[axis + 1 :])
-        return pairs.transpose(axis, axis + 1).reshape(shape)
-
-
-def boxed_weights(weights: Mapping[str, Tensor]) -> dict[str, BoxChannels]:
-    """Return the weights of a U-Net whose channels are boxes, by name.  Pure."""
-    shape = {name: weight.shape for name, weight in weights.items()}
-    boxed = {}
-    if "full_in.weight" in shape:
-        full = shape["full_in.weight"][0]
-        boxed = {"patch_embed.weight": BoxChannels(1, full), **_both("upsample", full)}
-    elif {"conv_out.weight", "patch_embed.weight"} <= shape.keys():
-        boxed = {"patch_embed.weight": BoxChannels(1, shape["patch_embed.weight"][1] // shape["conv_out.weight"][0])}
-    levels = sum(name.startswith("trunk.downsamples.") and name.endswith(".weight") for name in shape)
-    for level in range(levels):
-        boxed |= _both(f"trunk.upsamples.{levels - 1 - level}", shape[f"trunk.downsamples.{level}.weight"][0])
-    return {name: channels for name, channels in boxed.items() if name in shape}
-
-
-def _both(convolution: str, channels: int) -> dict[str, BoxChannels]:
-    return {f"{convolution}.{part}": BoxChannels(0, channels) for part in ("weight", "bias")}
-
-
-def seeding_name(name: str) -> str:
-    """Return the name that seeds a weight: an earlier one, so that a seed keeps its initial weights.  Pure."""
-    return next((old + name.removeprefix(new) for new, old in _SEEDING_NAMES.items() if name.startswith(new)), name)
+def box_first(weight: Tensor, axis: int, voxels: int) -> Tensor:
+    """Reorder channels from [C, sz sy sx] to [sz sy sx, C] along an axis.  Pure."""
+    return weight.unflatten(axis, (-1, voxels)).transpose(axis, axis + 1).flatten(axis, axis + 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
-from vesuvius.diffusion.network.boxes import Upsample, boxed_weights, depth_to_space, seeding_name, space_to_depth
+from vesuvius.diffusion.network.boxes import Upsample, box_first, depth_to_space, space_to_depth
 from vesuvius.diffusion.network.layers import (
     Attention,
     NormSiLU,
@@ -32,6 +32,7 @@ from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
 INT32_LIMIT = 2**31
+_SEEDS = {"patch_embed": "stem_in", "upsample": "stem_out"}  # names that seed weights: a seed keeps its weights
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
@@ -259,23 +260,24 @@ def build_unet(
         model = UNet(config, in_channels, execution)
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
-        _initialise(module, prefix, seed)
-    weights = model.state_dict()
-    for name, channels in boxed_weights(weights).items():
-        weights[name].copy_(channels.offsets_first(weights[name]))
+        _initialise(module, prefix, seed, math.prod(config.stem_stride))
     return model
 
 
 @torch.no_grad()
-def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
+def _initialise(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> None:
     match module:
         case ZeroConv3d():
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None
-            weight, name = torch.empty(module.weight.shape), seeding_name(f"{prefix}.weight")
+            weight, name = torch.empty(module.weight.shape), f"{_SEEDS.get(prefix, prefix)}.weight"
             generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(name.encode()))
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
+            if isinstance(module, Upsample):
+                weight = box_first(weight, 0, math.prod(module.box_zyx))
+            elif prefix == "patch_embed":
+                weight = box_first(weight, 1, stem_voxels)
             module.weight.copy_(weight)
             module.bias.zero_()
         case NormSiLU() | nn.GroupNorm():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.diffusion.estimate import Condition
-from vesuvius.diffusion.randomness import draw_noise
+from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
@@ -77,7 +77,7 @@ class TrainingFeed:
     def __init__(self, feed: DeviceFeed, conditioner: Conditioner) -> None:
         self._feed, self._conditioner = feed, conditioner
         plan = feed.job.plan
-        self._draw = partial(draw_noise, plan.seed, shape_czyx=(1, *plan.patch_zyx))
+        self._draw = partial(sample_noise, plan.seed, shape_czyx=(1, *plan.patch_zyx))
 
     @contextmanager
     def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
