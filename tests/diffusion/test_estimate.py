@@ -56,7 +56,9 @@ def test_guidance_parity_with_ho_and_salimans_on_eps(scale: float) -> None:
     # eq. 6: (1 + w) eps(x, c) - w eps(x) with w = scale - 1, whatever the network predicts.
     config = DiffusionConfig(sampler_guidance=scale)
     conditional = NetworkEstimate(_Network(), DiffusionConfig(), PLAIN, _condition())(_x(), LEVEL)[1]
-    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), PLAIN, torch.zeros_like(_condition()))(_x(), LEVEL)[1]
+    unconditional = NetworkEstimate(_Network(), DiffusionConfig(), PLAIN, torch.zeros_like(_condition()))(_x(), LEVEL)[
+        1
+    ]
     expected = scale * conditional - (scale - 1) * unconditional
     # 2e-6: float32 sums of numbers below 8.
     ours = NetworkEstimate(_Network(), config, PLAIN, _condition())(_x(), LEVEL)[1]
@@ -115,7 +117,9 @@ def test_a_guide_replaces_the_wiener_filter_and_sees_the_same_condition() -> Non
     config = DiffusionConfig(noise="cosine", residual_guidance=1.5, prediction="x_0")
     estimate = NetworkEstimate(network, config, PLAIN, _condition(), guide=lambda x, t, c: 0.25 * guide(x, t, c))
     x_0, _ = estimate(_x(), LEVEL)
-    alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), PLAIN, _condition())(_x(), LEVEL)
+    alone, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction="x_0"), PLAIN, _condition())(
+        _x(), LEVEL
+    )
     torch.testing.assert_close(x_0, (0.25 + 1.5 * 0.75) * alone, rtol=1e-6, atol=1e-6)
     assert guide.calls[0][2] is not None
     assert torch.equal(guide.calls[0][2], _condition())

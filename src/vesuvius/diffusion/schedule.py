@@ -175,7 +175,7 @@ class Schedule:
 
     @property
     def timesteps(self) -> int:
-            return len(self.alpha_bar_64)
+        return len(self.alpha_bar_64)
 
     @property
     def device(self) -> torch.device:

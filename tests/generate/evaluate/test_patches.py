@@ -16,13 +16,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.generate.evaluate import metrics
 from vesuvius.generate.evaluate.evaluate import verdict
 from vesuvius.generate.evaluate.metrics import Comparison, compare
-from vesuvius.generate.evaluate.patches import (
-    GeneratedPatches,
-    RealSource,
-    disjoint_sides,
-    generated_set,
-    open_generated,
-)
+from vesuvius.generate.evaluate.patches import PatchSet, RealSource, disjoint_sides, generated_set, open_generated
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import intensity_scales, normalised
@@ -74,7 +68,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     return to_intensities(values, INTENSITY, np.dtype(np.uint8)).astype(np.uint8)
 
 
-def judged(source: RealSource, found: GeneratedPatches) -> Comparison:
+def judged(source: RealSource, found: PatchSet) -> Comparison:
     return compare(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), 2)
 
 
@@ -82,7 +76,7 @@ def judged(source: RealSource, found: GeneratedPatches) -> Comparison:
 def test_augmented_training_patches_are_at_the_floor_in_every_metric(tmp_path: Path, augment: AugmentConfig) -> None:
     source = source_of(tmp_path, augment)
     stored = as_drawn(source, augment)
-    found = judged(source, GeneratedPatches(stored, None))
+    found = judged(source, PatchSet(stored, None))
     assert not [metric.name for metric in found.metrics if metric.differs is not False], verdict(found)
 
 
@@ -90,7 +84,7 @@ def test_a_model_that_ignores_the_rotations_of_training_differs_from_real(tmp_pa
     """If all that is compared were turned, it would not show."""
     source = source_of(tmp_path, AugmentConfig())
     stored = as_drawn(source, UNTURNED)
-    found = judged(source, GeneratedPatches(stored, None))
+    found = judged(source, PatchSet(stored, None))
     differing = {metric.key for metric in found.metrics if metric.differs}
     assert {"correlation_distance"} <= differing <= {"correlation_distance", "auc"}
     assert verdict(found).startswith("Generated patches fail 1 of 9 metrics: correlation distance")
@@ -137,15 +131,15 @@ def test_samples_with_conditions_that_training_never_draws_are_dropped(tmp_path:
     source = RealSource(0, config, None, [INTENSITY], (INTENSITY, np.dtype(np.uint8)))
     places = np.array([(0, 0, y, 100) for y in (0, 4, 8, 12, 16) * 8])
     stored = np.stack([scan[:8, y : y + 16, :16] for _, _, y, _ in places])
-    shown = generated_set(GeneratedPatches(stored, places), source, has_condition=True)
+    shown = generated_set(PatchSet(stored, places), source, has_condition=True)
     assert shown.locations is not None
     assert set(shown.locations[:, 2].tolist()) == {8, 12, 16}
     assert len(shown) == 24
     assert shown.is_conditional
     assert set(shown.side.tolist()) <= {0, 1, -1}
-    training = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (8, 12) * 8]))
+    training = PatchSet(stored[:16], np.array([(0, 0, y, 0) for y in (8, 12) * 8]))
     assert set(generated_set(training, source, has_condition=True).side.tolist()) == {-1}
-    few = GeneratedPatches(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8]))
+    few = PatchSet(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8]))
     with pytest.raises(ConfigError, match="Only 8 of 16 samples have conditions with enough foreground"):
         generated_set(few, source, has_condition=True)
 

@@ -54,4 +54,5 @@ class Upsample(nn.Conv3d):
 
 def box_first(weight: Tensor, axis: int, voxels: int) -> Tensor:
     """Reorder channels from [C, sz sy sx] to [sz sy sx, C] along an axis.  Pure."""
-    return weight.unflatten(axis, (-1, voxels)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    pairs = weight.reshape(*weight.shape[:axis], -1, voxels, *weight.shape[axis + 1 :])
+    return pairs.transpose(axis, axis + 1).reshape(weight.shape)

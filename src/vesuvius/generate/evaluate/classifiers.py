@@ -35,9 +35,8 @@ def two_sample_scores(
     """Train a small 3D CNN to tell real from generated patches, and score how real each patch of `tests` looks.
 
     Patches are flipped, and rotated in the y-x plane if Y = X.  Of patches of more than 2^13 voxels the CNN sees a
-    random part at full resolution and all of it at a lower one.  `train` and `tests` must share no voxel.  Does not use
-    the global generator; reproducible on one machine.  `train` has real and generated patches, any number of each, of
-    which a step shows 16 each.
+    random part at full resolution and all of it at a lower one.  `train` has real and generated patches, which share no
+    voxel with `tests`.  Does not use the global generator; reproducible on one machine.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
     real, generated, *others = (_Views(patches, mean, std) for patches in (*train, *tests))
@@ -130,9 +129,8 @@ def _scores(branches: nn.ModuleList, seen: _Views, random: torch.Generator) -> F
 def patch_features(patch: NDArray[np.float32]) -> Floats:
     """Return the features of a patch [Z, Y, X]: float64 [F], where F depends on the shape only.
 
-    Quantiles of the intensities; then, for the patch and its copies halved again and again, the logarithms of the mean
-    eigenvalues of the structure tensor (Foerstner 1986) and of quantiles of the largest one: strength and direction of
-    edges.
+    Quantiles of the intensities; then, at each scale, logarithms of the mean eigenvalues of the structure tensor
+    (Foerstner 1986) and of quantiles of the largest one: strength and direction of edges.
     """
     scale, features = torch.from_numpy(patch)[None, None], [torch.from_numpy(np.quantile(patch, _INTENSITIES))]
     while min(scale.shape[2:]) > 1:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from vesuvius.report import page
 from vesuvius.report.curves import COLOURS, Chart, banded, chart
 from vesuvius.report.page import FAIL, PASS, Bar, Bars, Picture, RunReport, Table
 from vesuvius.runlog.records import replace_nonfinite
-from vesuvius.runlog.units import format_duration, format_percent, format_sizes
+from vesuvius.runlog.units import format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.pictures import MontageCell, Scale, draw_grid, middle_slice
@@ -84,25 +83,16 @@ def evaluate(
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
     facts, intensity = info.data.volumes[asked.volume_index], info.data.intensities.volumes[asked.volume_index]
     splits = [Split(volume.train, volume.validation) for volume in info.data.volumes]
-    source = RealSource(
-        config.seed, config.data, number, info.data.intensities.volumes, (intensity, facts.dtype), splits
-    )
+    stored_as = (intensity, facts.dtype)
+    source = RealSource(config.seed, config.data, number, info.data.intensities.volumes, stored_as, splits)
     place_of = 0 if number is not None else asked.volume_index  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
-    patch, count, found = config.data.patch_size, asked.count, None
-    if path is not None:
-        found = open_generated(path, patch, count, condition, place_of)
-        count = len(found.stored)
-    started = time.monotonic()
+    where = (config.data.patch_size, asked.count, condition, place_of)
+    count = asked.count if path is None else len(open_generated(path, *where))
     real = source.read(count)  # before samples are drawn for minutes
-    seconds = time.monotonic() - started
-    if found is None:
-        path = _samples(replace(asked, checkpoint=info.checkpoint), info, on_step)
-        found = open_generated(path, patch, count, condition, place_of)
-    started = time.monotonic()
-    generated = generated_set(found, source, config.has_condition)
+    path = path or _samples(replace(asked, checkpoint=info.checkpoint), info, on_step)
+    generated = generated_set(open_generated(path, *where), source, config.has_condition)
     comparison = compare(generated, real, source.data.plan.augment, classifier_steps)
-    seconds += time.monotonic() - started
     searched = sum(region.size for region in real.searched) / real.training_voxels
     notes = [_SEARCHED.format(format_percent(min(1.0, searched)))]
     if config.has_condition and not generated.is_conditional:
@@ -113,13 +103,12 @@ def evaluate(
         "generated": f"{len(generated)} from {path}",
         "held out": f"{len(real.held_out)}",
         "training": f"{len(real.training)}; for the classifier {len(real.sides[0])} and {len(real.sides[1])}",
-        "patch": format_sizes(patch),
-        "time without sampling": format_duration(seconds),
+        "patch": format_sizes(config.data.patch_size),
     }
     report = evaluation_page(config.name, str(info.checkpoint), described, comparison, notes)
     folder = out or page.new_folder(run_directory(info.checkpoint) / page.FOLDER)
     with atomic_directory(folder, "evaluations") as staged:
-        record = {"facts": described, "notes": notes, "seconds": seconds} | plain(comparison)
+        record = {"facts": described, "notes": notes} | plain(comparison)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         rows = {"generated": generated.values, "real": real.held_out.values}
         picture = _montage(staged, rows, config.name, info.data.volumes[asked.volume_index].voxel_size_um)

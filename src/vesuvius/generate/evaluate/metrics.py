@@ -96,13 +96,10 @@ class Comparison:
 
 
 def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Comparison:
-    """Measure all metrics.
+    """Measure all metrics; copies are searched in the symmetries of `augment`.
 
-    Args:
-        real: `training` replaces generated patches in the floor.  The classifiers learn real patches from the first of
-            `sides` and are tested on the second.  (Held-out patches may show other structures, so that the AUC of a
-            perfect model would not be 0.5.)
-        augment: the symmetries of training, in which copies are searched.
+    The classifiers learn real patches from the first of `real.sides` and are tested on the second: held-out patches may
+    show other structures, so that the AUC of a perfect model would not be 0.5.
     """
     held_out = real.held_out
     sets = {"generated": generated, "held_out": held_out, "training": real.training}
@@ -130,8 +127,8 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
     """Swap the groups of two sets at random, with as many groups on each side as before.
 
-    `one` and `other` have the group of each patch of a set; a group stays together.  Yields which patches of both are
-    on the first side, bool [len(one) + len(other)]; nothing if there are too few groups for significance at `LEVEL`.
+    `one` and `other` have the group of each patch.  Yields which patches are on the first side, bool [len(one) +
+    len(other)]; nothing if there are too few groups for significance at `LEVEL`.
     """
     first = np.unique(one, return_inverse=True)[1]
     count = int(first.max()) + 1
@@ -180,12 +177,8 @@ def classifier_auc(
     """Train two classifiers, each on one side of `other`, and test each on the other side and on `real` patches.
 
     The AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
-    share no voxel.  `real` shares none with `training`.
-
-    Args:
-        shown: classifier input for the patches of each set.
-        scores: trains on real and other patches and scores how real each test patch looks.
-        named: key and name of the metric.
+    share no voxel.  `real` shares none with `training`.  `shown` is the classifier's input for each set; `scores`
+    trains on real and other patches and scores how real each test patch looks.
     """
     areas, chances = [], []
     for train, test, rows in folds(other, real):
@@ -239,8 +232,7 @@ def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: Augme
 
     Compares at every shift and in every symmetry of training, regardless of brightness and contrast: all positions at
     some points of a downsampled copy, then the best ones at points of the voxels, at nearby shifts.  `regions` are
-    boxes of training voxels, each [Z, Y, X] and no smaller than a patch.  Returns [N]; 0 = a copy, 1 = nothing is
-    similar, NaN = the patch has no texture.
+    boxes of training voxels, no smaller than a patch.  Returns [N]; 0 = a copy, NaN = the patch has no texture.
     """
     regions, patches = [region.clip(-_DARKEST, _DARKEST) for region in regions], patches.clip(-_DARKEST, _DARKEST)
     rng, shape, found = np.random.default_rng(0), patches.shape[1:], np.full(len(patches), math.nan)

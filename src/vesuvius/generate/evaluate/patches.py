@@ -43,9 +43,9 @@ _STRIPES = (16, 8, 4, 2)
 
 @dataclass(frozen=True, eq=False)
 class PatchSet:
-    values: NDArray[np.float32]  # [N, Z, Y, X], model values
-    # [N, 4], volume index and start: patches of one volume, or their conditions, may share voxels.  Volume -1 = one
-    # generated volume.  None = no patches share voxels.
+    values: NDArray[Any]  # [N, Z, Y, X]: model values, float32; as stored before `generated_set`
+    # [N, 4], volume index (-1 = one generated volume) and start of the patches or their conditions, which may share
+    # voxels; None = none do
     locations: NDArray[np.int64] | None = None
     # [N], 0 or 1, so that no patch shares a voxel with the other side (`disjoint_sides`); -1 = on neither side
     side: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -80,13 +80,7 @@ class RealPatches:
 
 
 class RealSource:
-    """Opens the volumes of a run.
-
-    Args:
-        volume_index: volume to compare with; None = all.
-        intensities: intensity range of each volume of the run.
-        generated: intensity range and dtype of generated patches.
-    """
+    """The volumes of a run, or one of them; `generated` is the intensity range and dtype of generated patches."""
 
     def __init__(
         self,
@@ -218,16 +212,8 @@ def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
     return ~np.fromiter(shared, np.bool_)
 
 
-@dataclass(frozen=True, eq=False)
-class GeneratedPatches:
-    stored: Any  # [N, Z, Y, X]
-    locations: NDArray[np.int64] | None  # as in `PatchSet`
-
-
-def open_generated(
-    path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int
-) -> GeneratedPatches:
-    """Open at most `count` generated patches.  Raises ConfigError if they have another size, or are too few.
+def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int) -> PatchSet:
+    """Open at most `count` generated patches, as stored.  Raises ConfigError if they have another size, or are too few.
 
     Args:
         path: output of `vesuvius sample`, or a .npy file or zarr array (or group with one in "0") of patches
@@ -252,10 +238,10 @@ def open_generated(
         # locations in another volume say nothing about the held-out voxels
         if record.get("condition") == condition and "starts_zyx" in record:
             locations = np.array([(volume_index, *start) for start in record["starts_zyx"][:count]], np.int64)
-    return GeneratedPatches(array[:count], locations)
+    return PatchSet(array[:count], locations)
 
 
-def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPatches:
+def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> PatchSet:
     if (apart := _disjoint_patches(volume.shape, patch_zyx)) < LEAST_PATCHES:
         raise ConfigError(
             f"{path} is too small to compare: {apart} disjoint patches fit into it, and {LEAST_PATCHES} are needed; "
@@ -264,7 +250,7 @@ def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> GeneratedPat
     last = [size - patch for size, patch in zip(volume.shape, patch_zyx, strict=True)]
     starts = list(map(triple, np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()))
     stored = np.stack([volume[slices(box_at(start, patch_zyx))] for start in starts])
-    return GeneratedPatches(stored, np.array([(-1, *start) for start in starts], np.int64))
+    return PatchSet(stored, np.array([(-1, *start) for start in starts], np.int64))
 
 
 def _opened(path: Path) -> Any:
@@ -279,14 +265,14 @@ def _opened(path: Path) -> Any:
         raise ConfigError(f"--generated {path} is not a .npy file or zarr array: {one_line(error)}") from error
 
 
-def generated_set(found: GeneratedPatches, source: RealSource, has_condition: bool) -> PatchSet:
+def generated_set(found: PatchSet, source: RealSource, has_condition: bool) -> PatchSet:
     """Convert generated patches to model values, rounded to the dtype of the volume as real voxels are.
 
     Patches with conditions from locations that training does not draw are dropped.  Patches with an orientation not
     chosen by the model, but by a condition or a volume, are flipped and rotated.  Raises ConfigError if too few are
     left, or voxels are not finite.
     """
-    voxels, locations, patch = np.array(found.stored), found.locations, source.config.patch_size
+    voxels, locations, patch = np.array(found.values), found.locations, source.config.patch_size
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
         raise ConfigError(f"Generated patches ({voxels.dtype}) contain NaN or infinity; generate new ones")
     if locations is not None:
