@@ -6,11 +6,14 @@ import shutil
 from contextlib import chdir
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from tests.support.runs import WriteConfig, vesuvius_train
+from tests.conftest import textured
+from tests.support.runs import WriteConfig, train_in, vesuvius_train, write_config
 from tests.support.tiny import tiny_sections
+from tests.training.step.test_conditioning import write_group
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +35,15 @@ def trained(_two_steps: Path, tmp_path: Path, tiny_config: WriteConfig) -> Path:
     """Config of the run `tiny`, which has made two steps here, with a checkpoint of each."""
     shutil.copytree(_two_steps, tmp_path / "runs", symlinks=True)
     return tiny_config()
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the run `shown`, trained on labels, with its volume and labels."""
+    place = tmp_path_factory.mktemp("shown")
+    voxels = textured((40, 64, 128))
+    scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
+    labels = write_group(place / "labels.zarr", np.uint8((voxels > 100) * 2), [8.0] * 3)
+    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
+    data = {"condition_classes": 3, "validation": {"fraction": 0.4}}
+    return train_in(place, write_config(place / "shown.yaml", volumes, data))

@@ -10,9 +10,8 @@ import pytest
 import zarr
 
 from tests.conftest import textured, write_array
-from tests.runs.test_sample import PATCH, write_config
 from tests.stream.test_coarse_condition import upsampled
-from tests.support.runs import assert_same_weights, train_in
+from tests.support.runs import PATCH, assert_same_weights, train_in, write_config
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
@@ -42,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "explicit": {"path": "scan.zarr", "condition": {"path": "upsampled.zarr"}},
     }
     return train_in(
-        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"gap": 0}}, {}) for n, v in volumes.items())
+        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"gap": 0}}) for n, v in volumes.items())
     )
 
 

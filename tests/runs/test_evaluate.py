@@ -11,32 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import textured, write_array
-from tests.runs.test_sample import PATCH, write_config
-from tests.support.runs import train_in
-from tests.training.step.test_conditioning import write_group
+from tests.conftest import write_array
+from tests.support.runs import PATCH
 from vesuvius.commands import evaluate, sample
 from vesuvius.generate.evaluate.patches import open_generated
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLES, record_samples, sample_array
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the runs `shown`, trained on labels, and `all`, which holds nothing out."""
-    place = tmp_path_factory.mktemp("evaluation")
-    voxels = textured((40, 64, 128))
-    scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
-    labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
-    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
-    half = {"condition_classes": 2, "validation": {"fraction": 0.4}}
-    shown = write_config(place / "shown.yaml", volumes, half, {})
-    whole = write_config(place / "all.yaml", [{"path": str(scan)}], {"validation": {"fraction": 0.0}}, {})
-    return train_in(place, shown, whole)
-
-
 @pytest.fixture(autouse=True)
-def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(trained)
+def _in_place(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shown)
     monkeypatch.setattr("vesuvius.generate.evaluate.metrics._POSITIONS", 2**13)  # a coarser search takes less time
 
 
@@ -46,7 +30,7 @@ def evaluates(*arguments: object) -> int:
 
 
 def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluates("shown", "--out", tmp_path / "first") == 0
     said = capsys.readouterr().out
@@ -68,14 +52,14 @@ def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page
     width, height = Image.open(folder / "montage.png").size
     assert width < 8 * 120
     assert height == 20 + 2 * 2 * (20 + 100) + 20, "sixteen generated and real ones, in rows of eight"
-    drawn = list((trained / "runs/shown/samples").iterdir())
+    drawn = list((shown / "runs/shown/samples").iterdir())
     assert len(drawn) == 1
     attributes = drawn[0] / "samples.zarr/.zattrs"
     attributes.write_text(attributes.read_text().replace('"spectral"', '"edm"'))  # as earlier versions wrote it
     before = attributes.stat().st_mtime_ns
     assert evaluates("shown") == 0
     assert attributes.stat().st_mtime_ns == before
-    reports = list((trained / "runs/shown/reports").iterdir())
+    reports = list((shown / "runs/shown/reports").iterdir())
     assert [(report / "evaluation.html").exists() for report in reports] == [True]
     again = json.loads((reports[0] / "evaluation.json").read_text())
     assert again["figures"] == found["figures"], "the same samples, the same figures"
@@ -122,7 +106,7 @@ def test_samples_of_other_programs_are_evaluated_in_intensities(tmp_path: Path, 
 
 
 def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "other.npy", np.ones((20, 8, 16, 15), np.uint8))
     np.save(tmp_path / "few.npy", np.ones((3, *PATCH), np.uint8))
@@ -130,7 +114,7 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     np.save(tmp_path / "good.npy", np.ones((20, *PATCH), np.uint8))
     (tmp_path / "text.npy").write_text("no array")
     (tmp_path / "there").mkdir()
-    shutil.copytree(trained / "runs/shown/checkpoints/step_00000002", tmp_path / "bare")
+    shutil.copytree(shown / "runs/shown/checkpoints/step_00000002", tmp_path / "bare")
     manifest = json.loads((tmp_path / "bare/manifest.json").read_text())
     del manifest["files"]["model.safetensors"]
     (tmp_path / "bare/manifest.json").write_text(json.dumps(manifest))
@@ -138,7 +122,6 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     write_array(tmp_path / "plain.zarr", np.ones((8, 8, 8), np.uint8))
     good = ("--generated", tmp_path / "good.npy")
     refused = {
-        ("all", *good): (2, "The run has no held-out patches"),
         ("shown", "--generated", tmp_path / "other.npy"): (2, "other.npy has shape [20, 8, 16, 15]"),
         ("shown", "--generated", tmp_path / "few.npy"): (2, "few.npy holds 3 patches"),
         ("shown", "--generated", tmp_path / "nan.npy"): (2, "contain NaN or infinity"),

@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 import zarr
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from tests.conftest import TINY_MODEL, textured, write_array
+from tests.conftest import textured
 from tests.support import fork_server
-from tests.support.runs import vesuvius_train
+from tests.support.runs import PATCH, vesuvius_train, write_config
 from tests.support.small_disk import with_small_files
 from tests.training.step.test_conditioning import write_group
 from vesuvius import __version__
@@ -43,8 +42,6 @@ from vesuvius.generate import common
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.volume import open_volume
-
-PATCH = (8, 16, 16)
 
 
 @dataclass(frozen=True)
@@ -66,29 +63,6 @@ class Samples:
         return np.asarray(zarr.open_array(str(self.path / name / "0"), mode="r")[...])
 
 
-def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any], model: dict[str, Any]) -> Path:
-    config = {
-        "name": path.stem,
-        "data": {"volumes": volumes, "patch_size": list(PATCH), "patches_per_region": 4, "regions_per_task": 4} | data,
-        "training": {
-            "train_batch_size": 4,
-            "workers": 0,
-            "steps_per_epoch": 10,
-            "warmup_steps": 3,
-            "lr": 1e-3,
-            "ema_decay": 0.9,
-            "extra_ema_decays": [0.5],
-            "save_every": 5,
-            "validate_every": 0,
-        },
-        "diffusion": {"sampler_steps": 3},
-        "monitor": {"tensorboard": False},
-        "model": TINY_MODEL | model,
-    }
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the run `plain`, trained for 10 steps on two volumes that are gone."""
@@ -98,7 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_group(place / "bright.zarr", voxels, [8.0, 8.0, 8.0]),
         write_group(place / "dark.zarr", voxels // 2 + 1, [4.0, 4.0, 5.0]),
     ]
-    config = write_config(place / "plain.yaml", [{"path": str(volume)} for volume in volumes], {}, {})
+    config = write_config(place / "plain.yaml", [{"path": str(volume)} for volume in volumes], {})
     trains(config, place)
     for volume in volumes:
         shutil.rmtree(volume)
@@ -113,7 +87,7 @@ def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scan = write_group(place / "scan.zarr", voxels * 300, [8.0] * 3)
     labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
     volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
-    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
+    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2})
     trains(config, place, "training.max_steps=4")
     shutil.rmtree(scan)
     return place
@@ -256,29 +230,6 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.long
 @in_plain
-@pytest.mark.parametrize("inpaint", [False, True], ids=["heun", "inpainting"])
-def test_a_guide_works_with_heun_and_inpainting(tmp_path: Path, inpaint: bool) -> None:
-    """A program that ignored the guide would fall back to the Wiener filter: equal weights would then have an effect,
-    and another guide would have none."""
-    earlier, own = (Path("runs/plain/checkpoints") / name for name in ("step_00000005", "step_00000010"))
-    shutil.copytree(own, twin := tmp_path / "twin/step_00000010")
-    known = write_array(tmp_path / "known", textured((8, 16, 32)), chunk=16)
-    (known / "0/0/1").unlink()
-    options = ("--inpaint", known, "--rounds", 2) if inpaint else ("--shape", "8,16,32", "--sampler", "heun")
-    found = []
-    for name, guided in (
-        ("plain", ()),
-        ("twin", ("--residual-guidance", 20, "--guide", twin)),
-        ("earlier", ("--residual-guidance", 20, "--guide", earlier)),
-    ):
-        out = tmp_path / f"{name}.zarr"
-        assert ends("--out", out, "--workers", 1, *options, *guided) == 0
-        found.append(np.asarray(zarr.open_array(str(out / "0"), mode="r")[...]).astype(float))
-    np.testing.assert_allclose(found[1], found[0], atol=1)
-    assert np.abs(found[2] - found[0]).max() > 1
-
-
-@in_plain
 def test_a_sample_depends_on_seed_and_index_and_batches_start_at_multiples_of_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,22 +265,6 @@ def test_averaged_weights_and_the_first_volume_are_the_default(
     assert scale == [1.0, 4.0, 4.0, 5.0]
     assert dark.record["intensity_high"] < 0.6 * default.record["intensity_high"]
     assert dark.voxels().mean() < 0.7 * default.voxels().mean()
-
-
-@in_plain
-def test_each_sampler_generates_and_reports_its_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluations = {"ddim": 3, "ddpm": 3, "dpmpp2m": 3, "heun": 5}
-    found = {}
-    for method, count in evaluations.items():
-        samples = drawn(tmp_path / method, "--count", 1, "--sampler", method)
-        found[method] = samples.voxels().tobytes()
-        assert samples.record["sampler"] == method
-        assert samples.record["evaluations_per_sample"] == count
-        assert f"{count} network evaluations per sample" in capsys.readouterr().out
-    assert len(set(found.values())) == 4
-    tamed = drawn(tmp_path / "tamed", "--count", 1, "--sampler", "ddim", "--clip", 1, "--amp", "bf16")
-    kept = {key: tamed.record[key] for key in ("clip", "amp", "steps")}
-    assert kept == {"clip": 1.0, "amp": "bf16", "steps": 3}
 
 
 @in_plain

@@ -20,10 +20,8 @@ import zarr
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import textured, write_array
-from tests.runs.test_sample import PATCH, write_config
-from tests.support.runs import train_in
-from tests.training.step.test_conditioning import write_group
+from tests.conftest import write_array
+from tests.support.runs import PATCH
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import StorageError, VesuviusError
@@ -41,21 +39,9 @@ from vesuvius.volumes.volume import open_volume
 SHAPE = (12, 24, 24)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the run `shown`, trained on labels, with its volume and labels."""
-    place = tmp_path_factory.mktemp("volumes")
-    voxels = textured((64, 64, 64))
-    scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
-    labels = write_group(place / "labels.zarr", np.uint8((voxels > 100) * 2), [8.0] * 3)
-    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
-    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 3}, {})
-    return train_in(place, config)
-
-
 @pytest.fixture(autouse=True)
-def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(trained)
+def _in_place(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(shown)
 
 
 def command_for(out: Path, *arguments: object) -> list[object]:
@@ -317,13 +303,13 @@ REFUSED = {
     "a shape too small": (("--shape", "12,24,8"), 2, "A volume of 12x24x8 is smaller than a training patch"),
     "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap 0.9 is not between"),
     "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "--condition is missing"),
-    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "do not match: 12x24x24 and 64x64x64"),
+    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "do not match: 12x24x24 and 40x64x128"),
     "a box outside": (
-        ("--condition", "labels.zarr", "--box", "0:12,0:24,60:84"),
+        ("--condition", "labels.zarr", "--box", "0:12,0:24,120:144"),
         2,
         "is not inside --condition",
     ),
-    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 64x64x64"),
+    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "do not match: 40x64x128"),
     "no volume": (("--inpaint", "no.zarr"), 6, "no.zarr: it does not exist"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "has no weights 'ema_0.7'"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds has no effect without --inpaint"),
@@ -366,7 +352,7 @@ def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
 
 
 def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program that swapped two columns or captions, or scaled intensities separately, would look right."""
     drawn: list[tuple[Any, ...]] = []
@@ -385,20 +371,20 @@ def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     assert (z0, z1) == (begin[0], end[0]), "less is held out than asked for"
     assert (y1 - y0, x1 - x0) == (24, 20)
     assert (y0 - begin[1], x0 - begin[2]) == (end[1] - y1, end[2] - x1), "the middle"
-    again = ["--condition", trained / "labels.zarr", "--box", f"{z0}:{z1},{y0}:{y1},{x0}:{x1}", "--steps", 3]
+    again = ["--condition", shown / "labels.zarr", "--box", f"{z0}:{z1},{y0}:{y1},{x0}:{x1}", "--steps", 3]
     assert draws(tmp_path / "again.zarr", *again) == 0
     np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "again.zarr"))
 
     low, high = held_out["intensity_low"], held_out["intensity_high"]
-    real, labels = (voxels(trained / name)[z0:z1, y0:y1, x0:x1] for name in ("scan.zarr", "labels.zarr"))
-    shown = {
+    real, labels = (voxels(shown / name)[z0:z1, y0:y1, x0:x1] for name in ("scan.zarr", "labels.zarr"))
+    expected_cells = {
         "real (held out)": (real - np.float64(low)) / (high - low),
         "labels": labels / labels.max(),
         "generated from the labels": (voxels(out) - np.float64(low)) / (high - low),
     }
     cells, _, scale = drawn[0]
     assert (scale.pixels_zyx, scale.voxel_size_um) == ((2.0, 2.0, 2.0), (8.0, 8.0, 8.0))
-    for cell, (caption, values) in zip(cells, shown.items(), strict=True):
+    for cell, (caption, values) in zip(cells, expected_cells.items(), strict=True):
         assert cell.caption == caption
         expected = np.clip(values[(z1 - z0) // 2], 0, 1) * 255
         np.testing.assert_allclose(

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from tests.conftest import TINY_MODEL
 from tests.support import fork_server
 from vesuvius.commands import train
 from vesuvius.experiments import trainer
@@ -19,6 +21,7 @@ from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
 WriteConfig = Callable[..., Path]
+PATCH = (8, 16, 16)
 
 
 def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +40,30 @@ def train_in(place: Path, *configs: Path) -> Path:
         for config in configs:
             assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
     return place
+
+
+def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]) -> Path:
+    """A tiny config of ten steps, which samples in three."""
+    config = {
+        "name": path.stem,
+        "data": {"volumes": volumes, "patch_size": list(PATCH), "patches_per_region": 4, "regions_per_task": 4} | data,
+        "training": {
+            "train_batch_size": 4,
+            "workers": 0,
+            "steps_per_epoch": 10,
+            "warmup_steps": 3,
+            "lr": 1e-3,
+            "ema_decay": 0.9,
+            "extra_ema_decays": [0.5],
+            "save_every": 5,
+            "validate_every": 0,
+        },
+        "diffusion": {"sampler_steps": 3},
+        "monitor": {"tensorboard": False},
+        "model": TINY_MODEL,
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
 
 
 def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:

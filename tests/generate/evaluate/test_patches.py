@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,14 +43,13 @@ def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "nearest_distances", lambda _, sought, __: 0.9 + 0.01 * np.arange(len(sought)))
 
 
-def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
+def source_of(folder: Path, augment: AugmentConfig, held_out: float = 0.35) -> RealSource:
     scan = write_array(folder / "v.zarr", grained((32, 64, 192), 0))
     config = DataConfig(
         volumes=(VolumeConfig(path=str(scan)),),
         patch_size=PATCH,
         augment=augment,
-        validation=ValidationConfig(fraction=0.35),
-        **data,
+        validation=ValidationConfig(fraction=held_out),
     )
     return RealSource(0, config, None, [INTENSITY], (INTENSITY, np.dtype(np.uint8)))
 
@@ -142,6 +140,11 @@ def test_samples_with_conditions_that_training_never_draws_are_dropped(tmp_path:
     few = PatchSet(stored[:16], np.array([(0, 0, y, 0) for y in (0, 8) * 8]))
     with pytest.raises(ConfigError, match="Only 8 of 16 samples have conditions with enough foreground"):
         generated_set(few, source, has_condition=True)
+
+
+def test_a_run_without_held_out_patches_cannot_be_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The run has no held-out patches"):
+        source_of(tmp_path, UNTURNED, held_out=0.0)
 
 
 def test_sides_share_no_voxel_and_are_interleaved(tmp_path: Path) -> None:
