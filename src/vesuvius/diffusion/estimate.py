@@ -36,11 +36,8 @@ def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condit
     """Return the prediction for x_t, of the kind `diffusion.prediction`: BCZYX, float32 or the network's dtype.
 
     If the schedule has a spectrum, the result is the v of the Wiener filter plus the network's output times the
-    standard deviation of that v's error.  The network then sees the two channels of `split_signal_noise`, not x_t.
-
-    Args:
-        x_t: BCZYX, C = 1.
-        t: int64 [B], or float32 [B] for values between two timesteps.
+    standard deviation of that v's error, and the network sees the two channels of `split_signal_noise`, not x_t.  `t`
+    is int64 [B], or float32 [B] for values between two timesteps.
     """
 
     def with_condition(x: Tensor) -> Tensor:
@@ -55,11 +52,11 @@ def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condit
 def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the network input, the v of the stationary Wiener filter, and the standard deviation of that v's error.
 
-    The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
-    so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
-    sigma^2; the signal gets the share alpha^2 P / D and the noise sigma^2 / D.  v is alpha sigma (1 - P) / D times x_t,
-    with an error of variance P / D.  Pure.  x_t is standardised, float32 [B, 1, Z, Y, X]; alpha and sigma are
-    [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.  Returns [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
+    The filter splits x_t into a signal and a noise estimate, the two input channels, each scaled to variance 1.  At a
+    frequency of power P the variance of x_t is D = alpha^2 P + sigma^2; the signal gets the share alpha^2 P / D and the
+    noise sigma^2 / D. v is alpha sigma (1 - P) / D times x_t, with an error of variance P / D. x_t is standardised,
+    float32 [B, 1, Z, Y, X]; alpha and sigma are [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.  Returns [B, 2, Z, Y, X],
+    [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
     power, mode_weight = schedule.power, schedule.mode_weight
     assert power is not None
@@ -121,8 +118,8 @@ class NetworkEstimate:
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
         """Scale the difference between the prediction and that of the Wiener filter, or guide, by `residual_guidance`.
 
-        A briefly trained network corrects the Wiener filter too little, and its samples look too Gaussian.  This is
-        guidance away from a weaker denoiser (Karras et al. 2024).
+        A briefly trained network corrects the Wiener filter too little.  Source: guidance away from a weaker denoiser,
+        Karras et al. 2024.
         """
         guidance = self._config.residual_guidance
         if guidance == 1:
@@ -140,11 +137,7 @@ class NetworkEstimate:
         return linear + guidance * (prediction - linear)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
-        """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u).
-
-        Source: Ho & Salimans 2022, eq. 6, for eps, with w = scale - 1.  Both terms share x, so the same rule holds for
-        the other predictions.
-        """
+        """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u) (Ho & Salimans 2022, eq. 6)."""
         scale = self._config.sampler_guidance
         if scale == 1 or self._condition is None:
             return self._evaluated(x, level, self._condition)
@@ -172,15 +165,13 @@ def generate(
     purpose: Purpose = Purpose.SAMPLE,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, int]:
-    """Generate samples as one batch, with the `sampler_*` keys of the config.
+    """Generate samples as one batch, with the `sampler_*` keys of the config; return them and the number of network
+    calls.
 
-    The initial noise of a sample follows from (seed, purpose, index), that of step k from (seed, purpose, index, k).  A
-    sample therefore does not depend on the rest of its batch, unless `denoise` rounds differently for another batch
-    size.  Uses no global generator.  `condition` has one entry per sample, on `device`; on_step(k, x) is called after
-    each sampling step, with the standardised state.
-
-    Returns:
-        Samples in model values, float32 [len(sample_indices), C, Z, Y, X], and the number of network calls.
+    Samples are model values, float32 [len(sample_indices), C, Z, Y, X].  The initial noise of a sample follows from
+    (seed, purpose, index), that of step k from (seed, purpose, index, k), so a sample does not depend on the rest of
+    its batch, unless `denoise` rounds differently for another batch size.  `condition` has one entry per sample, on
+    `device`; on_step(k, x) is called after each sampling step, with the standardised state.
     """
     estimate = NetworkEstimate(denoise, config, schedule, condition, guide)
 

@@ -1,7 +1,7 @@
-"""All randomness of training and sampling, as pure functions of the seed, a purpose and indices.
+"""All randomness of training and sampling, as pure functions of the seed, a purpose and indices; no global generator.
 
-No global generator is used.  The random numbers of sample i do not depend on batch size, accumulation, ranks, workers,
-device or earlier draws, and a checkpoint stores no generator state.
+The random numbers of sample i do not depend on batch size, accumulation, ranks, workers, device or earlier draws, and a
+checkpoint stores no generator state.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Purpose(IntEnum):
-    """Use of random numbers; the same index gives independent numbers for different purposes.
-
-    The values determine the random numbers of every run: add new ones, never renumber.
-    """
+    """Use of random numbers.  The values determine the random numbers of every run: add new ones, never renumber."""
 
     NOISE = 1
     TIMESTEPS = 2
@@ -81,7 +78,6 @@ def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> 
     """Return which samples keep their condition in training: bool [len(sample_indices)].
 
     Entry k follows from (seed, index k) and is false with probability `dropout` (Ho & Salimans 2022, algorithm 1).
-    Pure.
     """
     draws = [_sequence(seed, Purpose.CONDITION_DROPOUT, [int(i)]).generate_state(1, np.uint64) for i in sample_indices]
     return np.array([float(draw[0]) / 2.0**64 >= dropout for draw in draws], dtype=np.bool_)
@@ -101,9 +97,8 @@ def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int
 
 
 def timestep_bins(timesteps: int) -> list[int]:
-    """Return the edges of the timestep bins of validation: bin b holds edges[b] <= t < edges[b + 1].
-
-    8 bins over [0, timesteps) whose lengths differ by at most 1; with fewer than 8 timesteps, one bin each.  Pure.
+    """Return the edges of 8 timestep bins of equal length (fewer timesteps: one bin each): bin b holds edges[b] <= t <
+    edges[b + 1].
     """
     bins = min(_VALIDATION_BINS, timesteps)
     return [b * timesteps // bins for b in range(bins + 1)]

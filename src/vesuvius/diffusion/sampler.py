@@ -24,10 +24,7 @@ from vesuvius.diffusion.schedule import Schedule
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """The noise level of x = alpha x_0 + sigma eps.
-
-    Both factors are stored: computing one from the other loses precision if it is small.
-    """
+    """The noise level of x = alpha x_0 + sigma eps; computing one factor from the other would lose precision."""
 
     t: float  # input of the network; an integer is a timestep of the schedule, other values lie between two timesteps
     alpha: float  # sqrt(alpha_bar), 0 for pure noise
@@ -39,10 +36,7 @@ CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # never evaluated; its t is outs
 
 
 def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
-    """Return h = lambda(there) - lambda(here) with lambda = log(alpha/sigma), half the log of the SNR.
-
-    Positive if the noise decreases; infinite from pure noise or to a clean sample.  Pure.
-    """
+    """Return h = lambda(there) - lambda(here) with lambda = log(alpha/sigma); infinite at the ends."""
     if here.alpha == 0 or there.sigma == 0:
         return math.inf
     return math.log(there.alpha / here.alpha) + math.log(here.sigma / there.sigma)
@@ -51,8 +45,7 @@ def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
 def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
     """Return the t of each sampling step: int64 [steps], strictly decreasing from `timesteps - 1`.
 
-    round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").  It starts at the noisiest timestep of
-    training; "leading" and "linspace" do not (diffusers #12633).
+    round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").
     """
     return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
 
@@ -65,10 +58,9 @@ def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
 
 
 def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
-    """Return steps + 1 levels: sigma/alpha from the schedule's highest to its lowest, then `CLEAN`.  Pure.
+    """Return steps + 1 levels: sigma/alpha from the schedule's highest to its lowest, then `CLEAN`.
 
-    The seventh root of sigma/alpha decreases in equal steps (Karras et al. 2022, eq. 5, rho = 7).  The t of a level is
-    interpolated between timesteps in log sigma/alpha.
+    The seventh root of sigma/alpha decreases in equal steps (Karras et al. 2022, eq. 5, rho = 7); t is interpolated.
     """
     table = np.sqrt((1 - schedule.alpha_bar_64) / schedule.alpha_bar_64)
     roots = np.linspace(table[-1] ** (1 / _RHO), table[0] ** (1 / _RHO), steps)
@@ -94,10 +86,7 @@ Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Weights of one step: the next state is a weighted sum of five tensors.
-
-    They are the state, the estimates of x_0 and eps, the estimate of x_0 one step earlier, and new Gaussian noise.
-    """
+    """Weights of the next state: of the state, of the estimates, of x_0 one step earlier, and of new Gaussian noise."""
 
     x: float = 0.0
     x_0: float = 0.0
@@ -109,10 +98,8 @@ class Coefficients:
 def ddim_step(here: NoiseLevel, there: NoiseLevel, eta: float) -> Coefficients:
     """Return the DDIM step: x' = alpha' x_0 + sqrt(sigma'^2 - r^2) eps + r z.
 
-    Source: Song et al. 2021, eq. 12 and 16: r = eta sqrt((1 - ab')/(1 - ab)) sqrt(1 - ab/ab').  With h the gain in
-    log(alpha/sigma), r^2 = eta^2 sigma'^2 (1 - exp(-2h)) and sigma'^2 - r^2 = sigma'^2 (1 - eta^2 + eta^2 exp(-2h)),
-    which avoid cancellation.  At eta 1, r^2 is the variance of the posterior q(x' | x, x_0) (Ho et al. 2020, eq. 7;
-    "fixed small"): the step of ancestral DDPM between any two levels.  Pure.
+    Source: Song et al. 2021, eq. 12 and 16, written with h, which avoids cancellation.  At eta 1, r^2 is the variance
+    of the posterior q(x' | x, x_0) (Ho et al. 2020, eq. 7; "fixed small"): the step of ancestral DDPM.
     """
     h = log_snr_gain(here, there)
     return Coefficients(
@@ -126,8 +113,7 @@ def dpmpp2m_step(before: NoiseLevel | None, here: NoiseLevel, there: NoiseLevel)
     """Return the DPM-Solver++(2M) step: x' = (sigma'/sigma) x - alpha' expm1(-h) D.
 
     Source: Lu et al. 2022b (DPM-Solver++), algorithm 2: D = x_0 + (x_0 - x_0_before) / (2r), r = h_before / h.  First
-    order (D = x_0) in the first step (`before` None), to a clean sample (h is infinite), and after a step from pure
-    noise (h_before is infinite).  Pure.
+    order (D = x_0) in the first step, to a clean sample, and after a step from pure noise.
     """
     h = log_snr_gain(here, there)
     gain = -there.alpha * math.expm1(-h)
@@ -139,16 +125,14 @@ def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
     """Return the Heun step; the weights of x_0 and eps apply to the sums of the estimates at both ends.
 
     x' = x + (alpha' - alpha) mean(x_0) + (sigma' - sigma) mean(eps): the trapezoidal rule on the probability-flow
-    ODE written as dx = x_0 d alpha + eps d sigma (Song et al. 2021b, eq. 13, for a Gaussian path); its Euler step is
-    DDIM's.  Source of the predictor-corrector pair: Karras et al. 2022, algorithm 1.  Their variables x/alpha and
-    sigma/alpha are unstable here: the first step from almost pure noise spans orders of magnitude of sigma/alpha.  In
-    alpha and sigma the rule is regular at alpha 0 and at sigma 0.  Pure.
+    ODE written as dx = x_0 d alpha + eps d sigma (Song et al. 2021b, eq. 13); its Euler step is DDIM's.  Karras et al.
+    2022, algorithm 1, use x/alpha and sigma/alpha, which are unstable on schedules that begin at almost pure noise.
     """
     return Coefficients(x=1.0, x_0=(there.alpha - here.alpha) / 2, eps=(there.sigma - here.sigma) / 2)
 
 
 def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod) -> tuple[Coefficients, ...]:
-    """Return one row per step between decreasing `levels`; for heun, the predictor's row.  Pure."""
+    """Return one row per step between decreasing `levels`; for heun, the predictor's row."""
     pairs = list(pairwise(levels))
     assert pairs, "sampling needs at least two noise levels"
     assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels do not decrease: {levels}"
@@ -169,14 +153,9 @@ def sample(
 ) -> Tensor:
     """Denoise `x` from the first of `levels` to the last: float32 (float64 if x is float64), in the shape of x.
 
-    Pure apart from the functions passed in; the result is the same inside an autocast region.
-
-    Args:
-        estimate: called once per step, never at a clean sample; by heun twice, except for a step to a clean sample.
-        x: the state at the first level, any shape; standard normal noise at the noisiest level.
-        step_noise: step_noise(k) is the noise of step k = 1, 2, ..., in the shape and on the device of x.  Required by
-            ddpm.
-        on_step: called as on_step(k, x) after step k with the new state.
+    `estimate` is called once per step, never at a clean sample; by heun twice, except for a step to a clean sample.
+    step_noise(k) is the noise of step k = 1, 2, ..., like x, and required by ddpm; on_step(k, x) is called after step
+    k.  The result is the same inside an autocast region.
     """
     x = x if x.dtype == torch.float64 else x.float()
     x_0_before = None
@@ -205,10 +184,10 @@ def combined(
     x_0_before: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum of `row`.  Pure.
+    """Return the weighted sum of `row`.
 
-    Each product is rounded separately.  A fused multiply-add may be used for parts of a tensor only, which would make a
-    sample depend on its position in the batch.
+    Products are rounded one by one: a fused multiply-add for parts of a tensor would make a sample depend on its
+    position in the batch.
     """
     weights = (row.x, row.x_0, row.eps, row.x_0_before, row.noise)
     terms = zip(weights, (x, x_0, eps, x_0_before, noise), strict=True)

@@ -1,7 +1,6 @@
 """The noise at each timestep, the conversions between x_0, eps, v and x_t, and the loss of each sample.
 
 The timestep `t` counts from 0, the least noisy, to `timesteps - 1`, almost pure noise.  A clean sample has no t.
-Training noises batches with `Schedule`; `sampler.py` derives the levels of a sampler from it.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ _POWERS = 256
 
 
 def linear_betas(timesteps: int) -> Betas:
-    """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].  Pure.
+    """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].
 
-    Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps; with fewer they are scaled up to keep the last t as noisy.
+    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps; with fewer they are scaled up to keep the last t as
+    noisy.
     """
     scale = 1000 / timesteps
     return np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
@@ -40,8 +40,7 @@ def linear_betas(timesteps: int) -> Betas:
 def cosine_betas(timesteps: int) -> Betas:
     """Return the betas of the cosine schedule: float64 [timesteps], each in (0, 0.999].
 
-    Source: Nichol & Dhariwal 2021, eq. 17: alpha_bar(t) = f(t)/f(0), f(t) = cos^2((t/T + s)/(1 + s) pi/2), s = 0.008.
-    The paper's t = 1 is our t = 0.  Pure.
+    Source: Nichol & Dhariwal 2021, eq. 17; the paper's t = 1 is our t = 0.
     """
     angles = (np.arange(timesteps + 1) / timesteps + COSINE_OFFSET) / (1 + COSINE_OFFSET) * (math.pi / 2)
     return _betas_of(np.cos(angles) ** 2)
@@ -51,7 +50,7 @@ def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, sp
     """Return the betas of noise levels matched to the spectrum of the data: float64 [timesteps].
 
     sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max (None = four times the square root
-    of the largest power) by a constant factor per t, so a uniform t is uniform in log-SNR.  Pure.
+    of the largest power) by a constant factor per t.
     """
     if sigma_max is None:
         sigma_max = max(_SIGMA_MAX_OVER_AMPLITUDE * math.sqrt(spectrum.peak), 10 * sigma_min)
@@ -62,10 +61,9 @@ def spectral_betas(timesteps: int, sigma_min: float, sigma_max: float | None, sp
 def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
     """Return the loss weight of a squared error in v at each noise level: float64 like `alpha_bar`.
 
-    The error is divided by that of the Wiener filter, which makes levels comparable, and multiplied by sqrt(N).
-    N is the share of independent modes that carry the error: N = (sum e)^2 / (modes sum e^2) with e = P sigma^2 /
-    (P + sigma^2).  At low noise N is 1.  At high noise the error of a patch is concentrated in a few modes, whose
-    gradients would dominate although they carry little information.  The Wiener filter has a mean loss of 1.  Pure.
+    The error is divided by that of the Wiener filter and multiplied by sqrt(N).  N = (sum e)^2 / (modes sum e^2), e = P
+    sigma^2 / (P + sigma^2), is the share of independent modes that carry the error: few at high noise, whose gradients
+    would dominate.  The Wiener filter has a mean loss of 1.
     """
     power, modes = _power_histogram(spectrum)
     variance = alpha_bar[:, None] * power + (1 - alpha_bar)[:, None]
@@ -95,11 +93,9 @@ def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Be
 def x_0_and_eps(
     kind: Prediction, prediction: Tensor, x_t: Tensor, alpha: Tensor | float, sigma: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Convert a prediction for `x_t` = alpha x_0 + sigma eps to (x_0, eps).  Pure; in the dtype of its arguments.
+    """Convert a prediction for `x_t` = alpha x_0 + sigma eps to (x_0, eps), in the dtype of its arguments.
 
-    `alpha` = sqrt(alpha_bar), `sigma` = sqrt(1 - alpha_bar).  eps -> x_0 divides by alpha, x_0 -> eps by sigma, which
-    amplifies errors where these are small.  flow, eps - x_0, divides by alpha + sigma, at least 1.  Sources: Salimans &
-    Ho 2022, section 4 and appendix D; Liu et al. 2023 for flow.
+    Sources: Salimans & Ho 2022, section 4 and appendix D; Liu et al. 2023 for flow, eps - x_0.
     """
     match kind:
         case "v":
@@ -116,8 +112,8 @@ def x_0_and_eps(
 class Schedule:
     """Tables over t: float64 on the host, and float32 copies of them on one device, rounded once.
 
-    All methods are pure.  Unless stated otherwise they take tensors BCZYX with `t` int64 [B] on the schedule's device
-    and return float32 BCZYX, also inside an autocast region.  A `t` outside [0, timesteps) raises IndexError.
+    Methods are pure.  Unless stated otherwise they take tensors BCZYX with `t` int64 [B] on the schedule's device and
+    return float32 BCZYX, also inside an autocast region.  A `t` outside [0, timesteps) raises IndexError.
     """
 
     # float64 [timesteps], on the host; samplers compute their coefficients from it
@@ -188,16 +184,14 @@ class Schedule:
 
     @property
     def mean(self) -> float:
-        """Mean of the data in model values; 0 without a spectrum."""
         return self.spectrum.mean if self.spectrum else 0.0
 
     @property
     def std(self) -> float:
-        """Standard deviation of the data in model values; 1 without a spectrum."""
         return self.spectrum.std if self.spectrum else 1.0
 
     def standardised(self, x_0: Tensor) -> Tensor:
-        """Convert model values to mean 0 and standard deviation 1, the x_0 of the equations."""
+        """Convert model values to mean 0 and standard deviation 1 (by the spectrum), the x_0 of the equations."""
         return (x_0.float() - self.mean) / self.std
 
     def model_values(self, x_0: Tensor) -> Tensor:
@@ -261,7 +255,7 @@ def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
     """Return the min-SNR-gamma weight of a squared error in this kind of prediction, float32 like `snr`.
 
     Hang et al. 2023 define min(snr, gamma) for an error in x_0.  One in eps is sqrt(snr) times as large, one in v
-    sqrt(snr + 1) times and one in flow sqrt(snr) + 1 times.  (diffusers #5654 is about a missing + 1.)  Pure.
+    sqrt(snr + 1) and one in flow sqrt(snr) + 1 times. (diffusers #5654 is about a missing + 1.)
     """
     capped = snr.clamp(max=gamma)
     match kind:
@@ -281,8 +275,8 @@ def loss_per_sample(
     """Return the weighted mean squared error of each sample over its voxels: float32 [B].
 
     The weight is the schedule's if it has one (spectral noise), else min-SNR by `config.min_snr_gamma` (None: 1).
-    `prediction` is the network output for `schedule.q_sample(x_0, eps, t)`, any float dtype.  Pure; float32 also inside
-    an autocast region.
+    `prediction` is the network output for `schedule.q_sample(x_0, eps, t)`, in any float dtype.  Float32 also inside an
+    autocast region.
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)
     target = schedule.target(config.prediction, x_0, eps, t)

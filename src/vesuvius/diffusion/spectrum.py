@@ -43,9 +43,9 @@ class Spectrum:
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
     def augmented(self, flip: bool, rot90: bool) -> Spectrum:
-        """Return the spectrum of the same patches with the flips and rotations of `plan.augmentation_of`.  Pure.
+        """Return the spectrum of the same patches with the flips and rotations of `plan.augmentation_of`.
 
-        Flips and rotations act on the periodic covariance about its origin, so the mean over the group is taken there.
+        They act on the periodic covariance about its origin, so the mean over the group is taken there.
         """
         covariance = torch.fft.irfftn(torch.from_numpy(self.power).double(), s=(*self.power.shape[:-1], self.size_x))
         if rot90:  # by 180 degrees, then by 90
@@ -59,21 +59,18 @@ class Spectrum:
 
     @classmethod
     def white(cls) -> Self:
-        """Return the spectrum of uncorrelated voxels with mean 0 and variance 1, for patches of any size."""
+        """Return the spectrum of uncorrelated voxels, for patches of any size."""
         return cls(0.0, 1.0, np.ones((1, 1, 1), np.float32), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as a tensor and plain data."""
         return {"mean": self.mean, "std": self.std, "power": torch.from_numpy(self.power), "size_x": self.size_x}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """Rebuild a spectrum from `state_dict`."""
         return cls(float(state["mean"]), float(state["std"]), state["power"].numpy().copy(), int(state["size_x"]))
 
     @property
     def peak(self) -> float:
-        """Largest power of any frequency."""
         return float(self.power.max())
 
     def modes(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -92,8 +89,8 @@ class Spectrum:
     def wiener_filter(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Estimate standardised x_0 from x_t = alpha x_0 + sigma eps with the stationary Wiener filter.
 
-        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t and the result are float32 [B, C, Z, Y, X];
-        alpha and sigma are [B, 1, 1, 1, 1].  Pure.
+        It scales each frequency by alpha P / (alpha^2 P + sigma^2). x_t and the result are float32 [B, C, Z, Y, X];
+        alpha and sigma are [B, 1, 1, 1, 1].
         """
         power = _power_on(self, x_t.device)
         gain = alpha * power / (alpha.square() * power + sigma.square())

@@ -34,14 +34,11 @@ def norm_silu_conv(
     recompute: bool,
     conv_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return conv(SiLU(GroupNorm(x) weight + bias)).
+    """Return conv(SiLU(GroupNorm(x + conv_bias) weight + bias)), in the memory order of x, [B, C, Z, Y, X].
 
-    Args:
-        x: [B, C, Z, Y, X], contiguous or channels last; the result has the same order.
-        weight, bias: [C], or [B, C] with one row per sample.
-        groups: a divisor of C.
-        recompute: keep only x for the backward pass, which computes norm and SiLU again, but not the convolution.
-        conv_bias: [C], added to x; only in compiled code, where it takes no extra pass.
+    `weight` and `bias` are [C], or [B, C] with one row per sample.  With `recompute` only x is kept for the backward
+    pass, which computes norm and SiLU again, but not the convolution.  `conv_bias`, [C], is for compiled code only,
+    where it takes no extra pass.
     """
 
     def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -69,9 +66,8 @@ def norm_silu_conv(
 class GroupNormAffine(torch.autograd.Function):
     """Scale and shift, float32 [B, C, 1, 1, 1], such that GroupNorm(x + conv_bias) weight + bias = x scale + shift.
 
-    With `AffineSiLU` this is the norm in compiled code, written to minimise memory traffic.  Forward reads x once for
-    the statistics and once for the result; backward reads x and the gradient once for the sums per channel and once for
-    the gradient of x.  Statistics are computed once, and no tensor as large as x is float32.
+    With `AffineSiLU` this is the norm in compiled code, written to minimize memory traffic: forward and backward read x
+    twice, and no tensor as large as x is float32.
     """
 
     @staticmethod
@@ -156,8 +152,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
 def canonical_strides(x: Tensor) -> Tensor:
     """Return `x` [N, C, Z, Y, X], contiguous or channels last, with canonical strides; without a copy if possible.
 
-    The stride of an axis of size 1 is arbitrary (oneDNN sets its own).  torch still reports channels last, but its
-    GroupNorm kernel rejects the strides.
+    The stride of an axis of size 1 is arbitrary (oneDNN sets its own), and torch's GroupNorm kernel rejects it.
     """
     if x.is_contiguous():
         return x
@@ -167,9 +162,10 @@ def canonical_strides(x: Tensor) -> Tensor:
 
 
 def with_channels_last_strides(x: Tensor) -> Tensor:
-    """Return a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order: itself or a view.
+    """Return a channels-last `x` [N, C, Z, Y, X] with the canonical strides of that order: itself or, if needed, a
+    view.
 
-    A view only if needed: the backward pass of `as_strided` fills a tensor with zeros and copies.
+    The backward pass of `as_strided` fills a tensor with zeros and copies.
     """
     _, c, z, y, x_size = x.shape
     strides = c * z * y * x_size, 1, y * x_size * c, x_size * c, c
@@ -219,9 +215,8 @@ class NormSiLU(nn.Module):
 
 
 class AdaptiveNormSiLU(nn.Module):
-    """GroupNorm with scale and shift from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU, then a convolution.
-
-    The module owns only the projection to scale and shift, which is always float32; the convolution is passed in.
+    """GroupNorm with scale and shift from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU, then a given
+    convolution.
     """
 
     def __init__(self, channels: int, embedding: int) -> None:

@@ -1,7 +1,6 @@
 """The network: (x_t and condition, t) -> prediction; a 3D U-Net that works mostly at half resolution.
 
-Full-resolution activations dominate the memory.  A space-to-depth stem therefore leads to the first level, and only
-one narrow residual block at each end works at full resolution.  The forward pass has no randomness.
+Full-resolution activations dominate the memory, so only one narrow residual block at each end works on them.
 """
 
 from __future__ import annotations
@@ -110,9 +109,8 @@ class Trunk(nn.Module):
     """All levels after the stem: [B, channels[0], ...] in and out.
 
     Down: `blocks_per_level` residual blocks per level and a strided convolution between levels.  Middle: block,
-    attention, block.  Up: `blocks_per_level + 1` blocks per level, each with one skip from the stem, a block or a
-    downsampling (Ho et al. 2020).  Upsampling by a 1x1x1 convolution and depth-to-space keeps only the coarse input for
-    the backward pass; nearest-neighbour upsampling and a convolution would keep a tensor 8 times larger.
+    attention, block.  Up: `blocks_per_level + 1` blocks per level, each with one skip (Ho et al. 2020).  Upsampling by
+    depth-to-space keeps only the coarse input for the backward pass.
     """
 
     def __init__(self, config: ModelConfig, embedding: int, execution: Execution) -> None:
@@ -172,10 +170,9 @@ def _downsampling(channels: int, stride_zyx: Triple) -> nn.Conv3d:
 class UNet(nn.Module):
     """The U-Net of `config`; `build_unet` creates one with reproducible weights.
 
-    Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, one residual
-    block at each end works at full resolution.  The output of the first is added to that of the trunk, because
-    concatenating these largest tensors would cost too much memory.  `in_channels` is 1 for x_t, or 2 for
-    `estimate.split_signal_noise`, plus the channels of the condition.
+    Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, the output of
+    the first full-resolution block is added to that of the trunk: concatenating would cost too much memory.
+    `in_channels` is 1 for x_t, or 2 for `estimate.split_signal_noise`, plus the channels of the condition.
     """
 
     def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
@@ -197,12 +194,8 @@ class UNet(nn.Module):
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         """Return the prediction: float32 [B, 1, Z, Y, X].
 
-        Args:
-            x: x_t and the condition's channels, [B, in_channels, Z, Y, X].
-            t: int64 or float32 [B].
-
-        Raises:
-            ConfigError: (Z, Y, X) is not a multiple of `config.divisor_zyx`, or a tensor would reach 2^31 elements.
+        `x` is x_t and the condition's channels, [B, in_channels, Z, Y, X], `t` int64 or float32 [B].  Raises as
+        `check_size`.
         """
         batch, channels, z, y, x_size = x.shape
         assert channels == self.in_channels, x.shape
@@ -252,8 +245,8 @@ def build_unet(
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
-    tensor follows from (seed, its name), so a new module does not change the others.  Uses no global generator.  Raises
-    ConfigError with torch 2.9.
+    tensor follows from (seed, its name), so a new module does not change the others.  Raises ConfigError with torch
+    2.9.
     """
     check_torch_version()
     with torch.device("meta"):  # torch's default initialisation would use the global generator
