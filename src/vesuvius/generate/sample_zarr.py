@@ -34,8 +34,8 @@ def sample_array(
 ) -> zarr.Array[Any]:
     """Create an OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), one chunk per sample, and return it.
 
-    The sample axis has a custom type, which OME-NGFF 0.4 allows before z, y and x.  With `data.volumes[].select: [n]`,
-    sample n is read like any other volume.  Without a voxel size the scale is 1 and has no unit.
+    The sample axis has a custom type, which OME-NGFF 0.4 allows before z, y and x.  Without a voxel size the scale is
+    1.
     """
     unit = "micrometer" if voxel_size_um else None
     metadata = multiscale(path.name.removesuffix(".zarr"), 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
@@ -93,10 +93,10 @@ def check_target(out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
-    """Yield a new hidden directory next to `out`; at the end, flush it and rename it to `out`.
+    """Yield a new hidden directory next to `out`; at the end, flush it and rename it to `out`, replacing an existing
+    one.
 
-    An existing `out` is replaced only then.  After an error it is unchanged, and no new files are left.  Raises
-    StorageError if the disk is full or fails; `what` is the noun for messages.
+    After an error `out` is unchanged, and no new files are left.  Raises StorageError; `what` is the noun for messages.
     """
     with storage_errors(f"{what} to {out}", "free some space or choose another folder with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)

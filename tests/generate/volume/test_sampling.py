@@ -86,7 +86,6 @@ def test_any_network_is_evaluated_on_the_tiles_of_its_input(tmp_path: Path) -> N
     """A network that squares what it sees knows no neighbors: blended tiles are the square of the volume."""
     voxels, plain = first_noise()[0, 0], Job(TILING, 3)
     given = BlockArray(tmp_path / "input", TILING)
-    given.create()
     for block in range(TILING.blocks):
         given.write(block, voxels[slices(TILING.block_box(block))].numpy())
     running = TiledRun(plain, tmp_path, ProgressReporter(), range(TILING.blocks))
@@ -116,11 +115,9 @@ def test_any_order_of_tasks_gives_the_same_bits(tmp_path: Path) -> None:
     expected = drawn(job(batch_size=3), tmp_path / "in order", ESTIMATE)
     runner, rng = runner_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
     blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
-    State(tmp_path / "mixed", TILING, 0).create()
     for block in rng.sample(blocks, len(blocks)):
         runner.step_block(-1, block)
     for number in range(4):
-        State(tmp_path / "mixed", TILING, number + 1).create()
         for batch in rng.sample(batches, len(batches)):
             runner.evaluate_tiles(number, batch)
         for block in rng.sample(blocks, len(blocks)):
@@ -212,9 +209,9 @@ def test_tiles_are_recomputed_after_a_crash_of_the_machine(tmp_path: Path) -> No
     expected = drawn(job(), tmp_path / "once", ESTIMATE)
     folder = tmp_path / "crashed"
     runner, state = runner_of(job(), folder, ESTIMATE), State(folder, TILING, 0)
-    state.create()
     for block in range(TILING.blocks):
         runner.step_block(-1, block)
+    state.tile(3).parent.mkdir()
     state.tile(3).write_bytes(bytes(4 * math.prod(PATCH)))  # its name has reached the disk, and its voxels have not
     (folder / "boot").write_text("another")
     delete_unflushed_tiles(folder)
@@ -248,7 +245,6 @@ def test_a_state_is_deleted_only_after_the_next_is_flushed(tmp_path: Path, monke
 
 def write_known(folder: Path, values: np.ndarray) -> None:
     field = BlockArray(folder / "known", TILING)
-    field.create()
     for block in range(TILING.blocks):
         box = TILING.block_box(block)
         field.write(block, values[tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))])
@@ -308,8 +304,6 @@ def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) ->
         every = range(work.tiling.blocks)
         on_disk = state_bytes(work, every, 1)
         state = State(tmp_path, work.tiling, 1)
-        state.create()
-        State(tmp_path, work.tiling, 0).create()
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
         found = list(
             TiledRun(work, tmp_path, ProgressReporter(), every).run_group(0, list(range(32)), lambda parts: iter(parts))

@@ -34,9 +34,9 @@ def two_sample_scores(
 ) -> tuple[Floats, ...]:
     """Train a small 3D CNN to tell real from generated patches, and score how real each patch of `tests` looks.
 
-    Patches are flipped, and rotated in the y-x plane if Y = X.  Of patches of more than 2^13 voxels the CNN sees a
-    random part at full resolution and all of it at a lower one.  `train` has real and generated patches, which share no
-    voxel with `tests`.  Does not use the global generator; reproducible on one machine.
+    Patches are flipped, and rotated in the y-x plane if Y = X.  Of large ones the CNN sees a random part at full
+    resolution and all of it at a lower one.  `train` has real and generated patches, which share no voxel with
+    `tests`.  Does not use the global generator; reproducible on one machine.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
     real, generated, *others = (_Views(patches, mean, std) for patches in (*train, *tests))
@@ -154,8 +154,8 @@ def _structure(values: Tensor) -> Tensor:
 def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tuple[Floats, ...]:
     """Score how real each row of `tests` looks, by kernel ridge regression; a row is the features of a patch.
 
-    The kernel is Gaussian in the distance of standardised features; its width is the median distance.  `train` has the
-    rows of real and of generated patches; both sets have the same total weight.
+    The kernel is Gaussian in standardised features; its width is the median distance.  Both sets of `train`, real and
+    generated, have the same total weight.
     """
     rows = np.concatenate(train)
     mean, std = rows.mean(0), rows.std(0) + 1e-9

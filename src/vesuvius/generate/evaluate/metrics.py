@@ -1,8 +1,8 @@
 """Sets of patches -> metrics, each with its floor: the same metric with training patches instead of generated ones.
 
-A model that has learned the distribution perfectly reaches the floor.  A permutation test decides whether a metric
-differs from real: how often is it as far if patches are swapped at random?  Patches that share voxels are swapped
-together.  A metric that cannot be measured is NaN, with the reading "unknown".  Pure.
+A perfect model reaches the floor.  A permutation test decides whether a metric differs from real: how often is it as
+far if patches are swapped at random?  Patches that share voxels are swapped together.  A metric that cannot be measured
+is NaN, with the reading "unknown".
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def classifier_auc(
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
     """Return rows of `other` to train on, rows of `other` to test on, and real rows to test on, for each fold.
 
-    Test rows share no voxel with training rows.  This includes real ones: a patch generated from held-out labels shows
-    the same structures as the real patch, and a classifier that learned it as generated would call the real one so too.
+    Test rows, also real ones, share no voxel with training rows: a patch generated from held-out labels shows the same
+    structures as the real patch.
     """
     found = []
     for k in (0, 1):

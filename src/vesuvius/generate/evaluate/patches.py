@@ -1,9 +1,8 @@
 """The patches to compare, as model values: held-out, training and generated ones.  Reads files.
 
-A model that has learned its training data generates patches as training shows them: flipped, rotated, brighter or
-darker.  So each real patch gets a random augmentation of training, and is rounded to intensities as generated patches
-are.  Generated patches with an orientation not chosen by the model, because they are cut from one volume or follow
-conditions in their stored orientation, are flipped and rotated like real ones.
+A perfect model generates patches as training shows them.  So each real patch gets a random augmentation of training,
+and is rounded to intensities as generated patches are.  Generated patches with an orientation not chosen by the model,
+because they are cut from one volume or follow conditions, are flipped and rotated like real ones.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def disjoint_sides(locations: NDArray[np.int64] | None, patch_zyx: Sequence[int]
     """Assign each of `count` patches to side 0 or 1, so that no patch shares a voxel with the other side; -1 = neither.
 
     Sides are alternating stripes, as narrow as possible while half of the patches remain: two halves of a volume would
-    show different structures.  `locations` as in `PatchSet`.  Pure.
+    show different structures.
     """
     if locations is None:
         return np.arange(count) % 2
@@ -215,10 +214,9 @@ def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
 def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int) -> PatchSet:
     """Open at most `count` generated patches, as stored.  Raises ConfigError if they have another size, or are too few.
 
-    Args:
-        path: output of `vesuvius sample`, or a .npy file or zarr array (or group with one in "0") of patches
-            [N, Z, Y, X] or of one volume [Z, Y, X], from which patches are cut at random.
-        condition: name of the run's condition, which belongs to volume `volume_index`.
+    `path` is output of `vesuvius sample`, or a .npy file or zarr array (or group with one in "0") of patches [N, Z, Y,
+    X] or of one volume [Z, Y, X], from which patches are cut at random.  `condition` is the name of the condition of
+    `volume_index`.
     """
     folder = path if (path / SAMPLES).is_dir() else None
     array = _opened(folder / SAMPLES if folder else path)
@@ -268,8 +266,7 @@ def _opened(path: Path) -> Any:
 def generated_set(found: PatchSet, source: RealSource, has_condition: bool) -> PatchSet:
     """Convert generated patches to model values, rounded to the dtype of the volume as real voxels are.
 
-    Patches with conditions from locations that training does not draw are dropped.  Patches with an orientation not
-    chosen by the model, but by a condition or a volume, are flipped and rotated.  Raises ConfigError if too few are
+    Patches with conditions from locations that training does not draw are dropped.  Raises ConfigError if too few are
     left, or voxels are not finite.
     """
     voxels, locations, patch = np.array(found.values), found.locations, source.config.patch_size

@@ -52,8 +52,8 @@ class Inputs:
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError if shapes differ or the box is outside.
 
-        `config` is that of the training run.  A voxel of the condition covers `condition_factors` generated voxels, and
-        the first begins at `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
+        A voxel of the condition covers `condition_factors` generated voxels, and the first begins at
+        `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
         self._labels = config.labels
         self.volumes: dict[str, Volume] = {}
@@ -147,7 +147,6 @@ class TrainingCondition(Inputs):
     """The condition of a training volume, from which samples get theirs; the data volume itself need not exist."""
 
     def __init__(self, config: DataConfig, facts: DataFacts, volume_index: int, seed: int) -> None:
-        """Reads metadata.  Raises DataError if the condition volume cannot be used."""
         trained, given = facts.volumes[volume_index], InputConfig(condition=config.volumes[volume_index].condition)
         placed = trained.condition_factors, trained.condition_offsets
         super().__init__(given, config, trained.shape_zyx, *placed, config.missing_chunk)

@@ -40,8 +40,8 @@ class Pass:
 def make_passes(levels: Sequence[NoiseLevel], method: SamplerMethod, rounds: int = 1) -> tuple[Pass, ...]:
     """Return the passes that take a volume from the first of `levels` to the last.
 
-    The corrector of heun is a separate pass, at the level of its predictor.  All but the last of the `rounds` of a step
-    only correct the noise of known voxels.
+    The corrector of heun is a pass of its own.  All but the last of the `rounds` of a step only correct the noise of
+    known voxels.
     """
     passes: list[Pass] = []
     rows, relaxations = step_table(levels, method), _relaxation_factors(rounds)
@@ -57,11 +57,11 @@ def make_passes(levels: Sequence[NoiseLevel], method: SamplerMethod, rounds: int
 
 
 def _relaxation_factors(rounds: int) -> list[float]:
-    """Return one relaxation factor per round, which together minimise the error of known voxels.
+    """Return one relaxation factor per round, which together minimize the error of known voxels.
 
     A round with factor p multiplies an error to which the network responds with r by 1 - p r.  The product over all
     rounds is smallest on a range of r if it is a Chebyshev polynomial, with roots at 1 / p.  The range begins at 0.4 /
-    rounds; errors do not grow up to about its mirror image above 1.
+    rounds.
     """
     low, high = _RESPONSES[0] / rounds, _RESPONSES[1]
     roots = (math.cos(math.pi * (2 * k + 1) / (2 * rounds)) for k in range(rounds))
@@ -71,22 +71,19 @@ def _relaxation_factors(rounds: int) -> list[float]:
 def _heun_corrector(here: NoiseLevel, there: NoiseLevel) -> Pass:
     """Return the second half of a heun step, from the predictor's state x' and the estimates x_0 and x_0'.
 
-    With x' = alpha' x_0 + sigma' eps and eps' = (x' - alpha' x_0') / sigma', the rule of
-    `sampler.heun_correction` becomes x' + c (x_0' - x_0) with c = (alpha' sigma - alpha sigma') / (2 sigma').  The
-    state before the predictor is not needed.
+    `sampler.heun_correction` becomes x' + c (x_0' - x_0) with c = (alpha' sigma - alpha sigma') / (2 sigma').
     """
     share = (there.alpha * here.sigma - here.alpha * there.sigma) / (2 * there.sigma)
     return Pass(there, Coefficients(x=1.0, x_0=share, x_0_before=-share))
 
 
 def correct_known(step: Pass, x: Tensor, x_0: Tensor, known: Tensor) -> Tensor:
-    """Correct the noise of known voxels so that the network estimates them better.
+    """Correct the noise of known voxels so that the network estimates them better; `known` is NaN where unknown.
 
     With independent noise the network sees only what the noise does not hide, and fills gaps inconsistently.  For
     Gaussian data the estimate in the gaps becomes E[x_0 | state in the gaps, known voxels] once the estimate at the
-    known voxels equals their value: x_0(x + d) = x_0 + C d alpha / sigma^2, where C is the covariance of x_0 given x,
-    and E[x_0 | x, known] = x_0 + C H^T (H C H^T)^-1 (known - H x_0) has that form.  This is one step of the fixed-point
-    iteration for it, d = relaxation * alpha * (known - x_0).  `known` is NaN where unknown.
+    known voxels equals their value: x_0(x + d) = x_0 + C d alpha / sigma^2, where C is the covariance of x_0 given x.
+    This is one step of the fixed-point iteration d = relaxation * alpha * (known - x_0).
     """
     return torch.where(known.isnan(), x, x + step.relaxation * step.level.alpha * (known - x_0))
 

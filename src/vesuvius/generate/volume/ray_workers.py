@@ -1,7 +1,4 @@
-"""Runs tasks in Ray actors, on one machine or several.
-
-Tasks read and write files and can be repeated: Ray restarts an actor that dies and repeats its tasks.
-"""
+"""Runs tasks in Ray actors, on one machine or several; Ray restarts an actor that dies and repeats its tasks."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ def ray_workers(
     """Start Ray actors, each with 0 or 1 GPUs, and yield a function that runs tasks in them.
 
     `address` is that of a cluster, or None for a private Ray on this machine; `check` is called twice a second, and may
-    raise to stop.  Raises ConfigError if Ray does not start or has too few GPUs or cores, VesuviusError if a task keeps
-    killing its actor or no actor answers.
+    raise to stop.  Raises ConfigError if Ray does not start or is too small, VesuviusError if a task keeps killing its
+    actor or no actor answers.
     """
     session = Session(ClusterConfig(address=address), count, 0, _STORE_BYTES)
     actors: list[Any] = []

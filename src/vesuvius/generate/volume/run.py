@@ -188,7 +188,6 @@ class _Volume:
         }
         for name, dtype in self.job.given.items():
             field, option = BlockArray(folder / name, tiling, dtype), "inpaint" if name == "known" else name
-            field.create()
             for block in self.progress.track(f"blocks of --{option} read", used, len(used)):
                 if not field.has(block):
                     field.write(block, readers[name](tiling.block_box(block)))

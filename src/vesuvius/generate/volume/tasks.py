@@ -100,9 +100,6 @@ class BlockArray:
         self.path, self._tiling = path, tiling
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
-    def create(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-
     def has(self, block: int) -> bool:
         return self._file(block).exists()
 
@@ -130,6 +127,7 @@ class BlockArray:
 
 def write_atomic(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
     """Write under a temporary name and rename, so an existing file is complete and files alone record the progress."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     voxels.tofile(temporary)
     if flush:
@@ -152,16 +150,10 @@ class State:
     def field(self, name: str) -> BlockArray:
         return BlockArray(self.path / name, self._tiling)
 
-    def create(self) -> None:
-        self.x.create()
-        (self.path / "tiles").mkdir(exist_ok=True)
-
     def write(self, block: int, fields: Fields) -> None:
         """Write the fields of a block, `x` last."""
         for name in sorted(fields, key=lambda name: name == "x"):
-            field = self.field(name)
-            field.create()
-            field.write(block, fields[name].numpy())
+            self.field(name).write(block, fields[name].numpy())
 
     def tile(self, tile: int) -> Path:
         """Return the file with a tile's result, float32; a crash may lose it (`delete_unflushed_tiles`)."""
@@ -283,11 +275,10 @@ def run_locally(open_runner: OpenRunner) -> Iterator[RunTasks]:
 
 
 class TiledRun:
-    """All steps of a job.  `used` are the blocks with a state (`used_blocks`).
+    """All steps of a job in `folder`, in which all given arrays have the used blocks.
 
-    Args:
-        folder: existing `state/`, in which all given arrays have the used blocks.
-        active: blocks that need the network (`active_blocks`), or a range of all blocks.
+    `active` are the blocks that need the network (`active_blocks`), or a range of all blocks; `used` those with a
+    state.
     """
 
     def __init__(self, job: Job, folder: Path, progress: ProgressReporter, active: Blocks) -> None:
@@ -301,10 +292,8 @@ class TiledRun:
         """
         batches, blocks_per_group = self._job.count_batches(self._active), BLOCKS_PER_GROUP * workers
         for step in range(self._resume(), self._job.steps):
-            done = max(0, step) * batches
-            for each in range(max(0, step), step + 2):
-                self._state(each).create()
-            blocks = iter(self.used)
+            done, blocks = max(0, step) * batches, iter(self.used)
+            self._state(step + 1).x.path.mkdir(parents=True, exist_ok=True)  # there may be no blocks
             while group := list(itertools.islice(blocks, blocks_per_group)):
                 for task in self.run_group(step, group, run_tasks):
                     if task.is_batch:

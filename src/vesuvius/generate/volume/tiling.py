@@ -100,9 +100,8 @@ class Tiling:
     def axis_weights(self) -> tuple[NDArray[np.float64], ...]:
         """Weights of each tile at each of its voxels along each axis: [tiles, patch]; they sum to 1 over tiles.
 
-        The window is sin^4, which is positive everywhere; with sin^2 (Hann) the faces of tiles are more visible.  As
-        the tiles form a grid, the sum over all tiles is the product of one sum per axis, and the weight of a tile is
-        the product of three of these.
+        The window is sin^4; with sin^2 (Hann) the faces of tiles are more visible.  As the tiles form a grid, the
+        weight of a tile is the product of three of these.
         """
         axis_weights = []
         for size, patch, starts in zip(self.shape_zyx, self.patch_zyx, self.starts, strict=True):
