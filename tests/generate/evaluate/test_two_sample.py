@@ -39,16 +39,6 @@ def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ..
     return (mixed + 0.1 * rng.standard_normal(mixed.shape)).astype(np.float32)
 
 
-@pytest.mark.long
-def test_patches_of_one_kind_cannot_be_separated() -> None:
-    """A classifier that is tested on what it was trained on knows that by heart."""
-    (few, real), (others, generated) = (
-        [textures(count, seed + count, phases=False) for count in (4, 120)] for seed in (0, 1)
-    )
-    assert two_sample_auc((few, real), (others, generated), steps=50) == pytest.approx(0.5, abs=0.12)
-    assert two_sample_auc((few, few), (others, others), steps=50) > 0.8
-
-
 def test_a_difference_beyond_mean_variance_and_spectrum_is_detected() -> None:
     real = textures(64, 0, phases=False), textures(48, 1, phases=False)
     generated = textures(64, 2, phases=True), textures(48, 3, phases=True)

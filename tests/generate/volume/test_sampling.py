@@ -250,20 +250,6 @@ def write_known(folder: Path, values: np.ndarray) -> None:
         field.write(block, values[tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))])
 
 
-def test_known_voxels_are_reached_exactly_and_shape_the_gap(tmp_path: Path) -> None:
-    known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE)).numpy()
-    known[2:5, 3:9, 4:10] = np.nan
-    volumes = {}
-    for name, values in {"plain": known, "shifted": known + 3}.items():
-        write_known(tmp_path / name, values)
-        volumes[name] = drawn(job(inpaint=True), tmp_path / name, ESTIMATE)
-        there = ~np.isnan(values)
-        np.testing.assert_allclose(volumes[name][there], values[there], atol=1e-5)
-        assert np.isfinite(volumes[name]).all()
-    gap = np.isnan(known)
-    assert (volumes["shifted"] - volumes["plain"])[gap].mean() > 0.5
-
-
 def test_blocks_are_active_within_half_a_patch_of_a_gap() -> None:
     rng = np.random.default_rng(0)
     for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):
