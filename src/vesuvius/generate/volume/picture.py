@@ -5,36 +5,20 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.common import OnProgress
 from vesuvius.generate.sample_zarr import to_model_values
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
-from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
-from vesuvius.training.validation.pictures import (
-    MontageCell,
-    Scale,
-    UInt8,
-    draw_grid,
-    joined_slices,
-    orthogonal_slices,
-    with_charts,
-)
-from vesuvius.training.validation.texture import measure_texture
+from vesuvius.training.validation.pictures import MontageCell, Scale, UInt8, draw_grid, joined_slices
 from vesuvius.volume_tools.partial import partial_path
-from vesuvius.volumes.box import Box, box_along, box_at, scale, shape_of, slices, triple
+from vesuvius.volumes.box import Box, box_along, shape_of
 from vesuvius.volumes.volume import open_volume
 
-Float32 = NDArray[np.float32]
-_SCALE = 2
-_CHARTS_PX = 220
 _LONGEST = 512  # pixels along an axis; of larger volumes a coarser level is shown
 _WIDTH_PX = 256  # small volumes are magnified to about this
 
@@ -47,28 +31,46 @@ def check_picture(request: VolumeRequest, picture: Path) -> None:
         )
 
 
-def draw_volume_picture(request: VolumeRequest, picture: Path) -> None:
-    """Write a PNG with the middle slices of a finished volume and of its labels.  Raises DataError, StorageError."""
-    intensity = read_checkpoint_info(find_checkpoint(request.checkpoint)).data.intensities.volumes[request.volume_index]
-    shown, scale = _volume_slices(request.out, intensity)
-    cells = [MontageCell("generated from the labels" if request.labels_out else "generated", shown)]
-    if request.labels_out is not None:
-        cells.insert(0, MontageCell("labels", _volume_slices(request.labels_out, None)[0]))
-    grid = draw_grid(cells, f"{request.out.name}: middle slices", scale, len(cells))
+def draw_volume_picture(request: VolumeRequest, picture: Path, real: ArrayConfig | None = None) -> None:
+    """Write a PNG with the middle slices of a finished volume, of its labels, and of the `real` voxels of its box.
+
+    Raises DataError, StorageError.
+    """
+    info = read_checkpoint_info(find_checkpoint(request.checkpoint))
+    intensity, box = info.data.intensities.volumes[request.volume_index], request.inputs.box
+    store = info.config.data.store
+    shown, scale = _middle_slices(ArrayConfig(path=str(request.out)), None, intensity, store)
+    cells = []
+    if real is not None:
+        assert request.inputs.condition is not None
+        cells.append(MontageCell("real (held out)", _middle_slices(real, box, intensity, store)[0]))
+        cells.append(MontageCell("labels", _middle_slices(request.inputs.condition, box, None, store)[0]))
+    elif request.labels_out is not None:
+        labels = ArrayConfig(path=str(request.labels_out))
+        cells.append(MontageCell("labels", _middle_slices(labels, None, None, store)[0]))
+    cells.append(MontageCell("generated from the labels" if cells else "generated", shown))
+    title = f"{request.out.name}: middle slices, after {info.step} steps of training"
+    grid = draw_grid(cells, title, scale, len(cells))
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
         grid.save(picture)
 
 
-def _volume_slices(path: Path, intensity: IntensityRange | None) -> tuple[UInt8, Scale]:
-    """Middle slices of a volume, black to white over `intensity` (None = from 0 to the largest value); their scale."""
-    for level in itertools.count():
-        with open_volume(ArrayConfig(path=str(path), level=level)) as volume:
-            shape, size_um = volume.shape_zyx, volume.voxel_size_um
-            longest = Scale.of(size_um, 1).longest_side(shape)
-            if longest > _LONGEST and (path / str(level + 1)).is_dir():
+def _middle_slices(
+    spec: ArrayConfig, box: Box | None, intensity: IntensityRange | None, store: StoreConfig
+) -> tuple[UInt8, Scale]:
+    """Middle slices of a volume or a box, black to white over `intensity` (None = from 0 to the largest value)."""
+    for level in itertools.count(spec.level):
+        with open_volume(spec.model_copy(update={"level": level}), store) as volume:
+            ends, size_um = box or ((0, 0, 0), volume.shape_zyx), volume.voxel_size_um
+            longest = Scale.of(size_um, 1).longest_side(shape_of(ends))
+            if longest > _LONGEST and box is None and Path(spec.path, str(level + 1)).is_dir():
                 continue
-            z, y, x = (size // 2 for size in shape)
-            faces = volume[z], volume[:, y], volume[:, :, x]
+            middle = [(lo + hi) // 2 for lo, hi in zip(*ends, strict=True)]
+            planes = (
+                box_along((middle[a], middle[a] + 1) if a == axis else (ends[0][a], ends[1][a]) for a in range(3))
+                for axis in range(3)
+            )
+            faces = [volume.read(plane).squeeze(axis) for axis, plane in enumerate(planes)]
             break
     intensity = intensity or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
     scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
@@ -91,37 +93,8 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     `generate_volume`.
     """
     info = read_checkpoint_info(find_checkpoint(run))
-    data, spec, intensity = info.config.data, info.config.data.volumes[0], info.data.intensities.volumes[0]
-    assert spec.condition is not None
-    box = held_out_box(info, most_zyx)
-    given = InputConfig(condition=spec.condition, box=box)
-    generate_volume(VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given), on_progress)
-    whole, found = ((0, 0, 0), shape_of(box)), []
-    for source, part in ((spec, box), (spec.condition, box), (ArrayConfig(path=str(out)), whole)):
-        with open_volume(source, data.store) as volume:
-            found.append(volume.read(part))
-    real, labels, generated = found
-    title = (
-        f"{format_sizes(shape_of(box))} voxels after {info.step} steps of training; middle slices across z (top) and "
-        "y (bottom)"
-    )
-    columns = {
-        "real (held out)": to_model_values(real, intensity),
-        "labels": labels * (2 / max(1, labels.max())) - 1,
-        "generated from the labels": to_model_values(generated, intensity),
-    }
-    scale = Scale.of(info.data.volumes[0].voxel_size_um, _SCALE)
-    width = round(labels.shape[2] * scale.pixels_zyx[2])
-    cells = [MontageCell(name, orthogonal_slices(voxels, scale)[:, :width]) for name, voxels in columns.items()]
-    textures = {
-        name: measure_texture(patches_of(columns[name], data.patch_size)) for name in columns if name != "labels"
-    }
-    drawn = with_charts(draw_grid(cells, title, scale, len(cells)), textures, intensity, _CHARTS_PX)
-    with storage_errors(f"the picture {picture}", f"free some space; {out} is complete"):
-        drawn.save(picture)
-
-
-def patches_of(voxels: Float32, patch_zyx: Triple) -> list[Float32]:
-    """The patches of a volume that lie next to each other, partial ones left out."""
-    grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
-    return [voxels[slices(box_at(scale(triple(index), patch_zyx), patch_zyx))] for index in np.ndindex(*grid)]
+    spec = info.config.data.volumes[0]
+    given = InputConfig(condition=spec.condition, box=held_out_box(info, most_zyx))
+    request = VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given)
+    generate_volume(request, on_progress)
+    draw_volume_picture(request, picture, spec)
