@@ -1,4 +1,4 @@
-"""The weighted loss of each prediction, against formulas written from the papers' other parametrisation."""
+"""The weighted loss of each prediction, against formulas written from the papers' other parametrization."""
 
 import numpy as np
 import pytest

@@ -133,11 +133,11 @@ def test_sigma_max_follows_from_the_largest_amplitude() -> None:
     assert math.sqrt(1 / given.alpha_bar_64[-1] - 1) == pytest.approx(77)
 
 
-def test_only_the_spectral_schedule_standardises() -> None:
+def test_only_the_spectral_schedule_standardizes() -> None:
     spectrum = Spectrum.of(7 + 3 * patches_of(red(), 20))
     schedule = Schedule.from_config(DiffusionConfig(noise="spectral"), spectrum)
     x_0, t = 7 + 3 * torch.randn((2, 1, 4, 4, 4)), torch.tensor([0, 999])
-    torch.testing.assert_close(schedule.model_values(schedule.standardised(x_0)), x_0)
+    torch.testing.assert_close(schedule.model_values(schedule.standardized(x_0)), x_0)
     eps = torch.zeros_like(x_0)
     alpha = schedule.sqrt_alpha_bar[t].view(-1, 1, 1, 1, 1)
     torch.testing.assert_close(schedule.q_sample(x_0, eps, t), alpha * (x_0 - spectrum.mean) / spectrum.std)

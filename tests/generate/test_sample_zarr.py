@@ -17,7 +17,7 @@ from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 
 
-def test_intensities_invert_the_normalisation() -> None:
+def test_intensities_invert_the_normalization() -> None:
     for dtype in ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"):
         intensities = np.array([0, 1, 53, 100, 144, 255], dtype)
         intensity = IntensityRange(53.0, 144.0)

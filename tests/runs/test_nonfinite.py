@@ -116,7 +116,7 @@ def test_a_nonfinite_loss_stops_the_run_with_exit_5_and_is_never_applied(
     voxels[:] = 1e30
     path = write_array(Path("huge.zarr").absolute(), voxels)
     data = {"volumes": [{"path": str(path)}], "normalize": {"low": 0.0, "high": 1.0}}
-    # Spectral noise standardises: there 1e30 is as good as any other number.
+    # Spectral noise standardizes: there 1e30 is as good as any other number.
     config = tiny_config(data=data, training={"max_nonfinite": 3}, diffusion={"noise": "cosine"})
     assert vesuvius_train(config) == 5
     error = capsys.readouterr().err

@@ -54,7 +54,7 @@ def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Te
 
     The filter splits x_t into a signal and a noise estimate, the two input channels, each scaled to variance 1.  At a
     frequency of power P the variance of x_t is D = alpha^2 P + sigma^2; the signal gets the share alpha^2 P / D and the
-    noise sigma^2 / D. v is alpha sigma (1 - P) / D times x_t, with an error of variance P / D. x_t is standardised,
+    noise sigma^2 / D. v is alpha sigma (1 - P) / D times x_t, with an error of variance P / D. x_t is standardized,
     float32 [B, 1, Z, Y, X]; alpha and sigma are [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1.  Returns [B, 2, Z, Y, X],
     [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
@@ -86,7 +86,7 @@ class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
     Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
-    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardised; clipping limits are in model values.
+    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardized; clipping limits are in model values.
     `evaluations` counts network calls: two per estimate if guidance is neither 0 nor 1, and one more with a `guide`,
     which replaces the Wiener filter.
     """
@@ -171,7 +171,7 @@ def generate(
     Samples are model values, float32 [len(sample_indices), C, Z, Y, X].  The initial noise of a sample follows from
     (seed, purpose, index), that of step k from (seed, purpose, index, k), so a sample does not depend on the rest of
     its batch, unless `denoise` rounds differently for another batch size.  `condition` has one entry per sample, on
-    `device`; on_step(k, x) is called after each sampling step, with the standardised state.
+    `device`; on_step(k, x) is called after each sampling step, with the standardized state.
     """
     estimate = NetworkEstimate(denoise, config, schedule, condition, guide)
 
@@ -179,7 +179,7 @@ def generate(
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
         return sample_noise(step_seed, sample_indices, shape_czyx, device, purpose=purpose)
 
-    standardised = sample(
+    standardized = sample(
         estimate,
         sampling_levels(schedule, config),
         sample_noise(seed, sample_indices, shape_czyx, device, purpose=purpose),
@@ -187,4 +187,4 @@ def generate(
         step_noise=step_noise,
         on_step=on_step,
     )
-    return schedule.model_values(standardised), estimate.evaluations
+    return schedule.model_values(standardized), estimate.evaluations

@@ -122,7 +122,7 @@ class Schedule:
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
-    # Spectrum of the data if the noise levels are fitted to it (spectral), in which case x_0 is standardised before it
+    # Spectrum of the data if the noise levels are fitted to it (spectral), in which case x_0 is standardized before it
     # is noised.  Otherwise this and the next three fields are None.
     spectrum: Spectrum | None = None
     power: Tensor | None = None  # float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`
@@ -190,31 +190,31 @@ class Schedule:
     def std(self) -> float:
         return self.spectrum.std if self.spectrum else 1.0
 
-    def standardised(self, x_0: Tensor) -> Tensor:
+    def standardized(self, x_0: Tensor) -> Tensor:
         """Convert model values to mean 0 and standard deviation 1 (by the spectrum), the x_0 of the equations."""
         return (x_0.float() - self.mean) / self.std
 
     def model_values(self, x_0: Tensor) -> Tensor:
-        """Undo `standardised`, in the dtype of `x_0`."""
+        """Undo `standardized`, in the dtype of `x_0`."""
         return x_0 * self.std + self.mean
 
     def q_sample(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Noise `x_0` to level `t`: x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) eps (Ho et al. 2020, eq. 4)."""
         alpha, sigma = self._levels(t)
-        return alpha * self.standardised(x_0) + sigma * eps.float()
+        return alpha * self.standardized(x_0) + sigma * eps.float()
 
     def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the training target of a prediction kind for x_t; v as in Salimans & Ho 2022, section 4."""
         match kind:
             case "v":
                 alpha, sigma = self._levels(t)
-                return alpha * eps.float() - sigma * self.standardised(x_0)
+                return alpha * eps.float() - sigma * self.standardized(x_0)
             case "eps":
                 return eps.float()
             case "x_0":
-                return self.standardised(x_0)
+                return self.standardized(x_0)
             case "flow":
-                return eps.float() - self.standardised(x_0)
+                return eps.float() - self.standardized(x_0)
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Convert a prediction for x_t to x_0, in model values, and eps, with the function of the same name."""
@@ -224,7 +224,7 @@ class Schedule:
     def wiener_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
         """Return the estimate of x_0, in model values, by the stationary Wiener filter for data of this spectrum."""
         alpha, sigma = self._levels(t)
-        # x_t is standardised with this schedule's mean and std; the filter expects those of `spectrum`.
+        # x_t is standardized with this schedule's mean and std; the filter expects those of `spectrum`.
         shift, scale = (spectrum.mean - self.mean) / self.std, spectrum.std / self.std
         return spectrum.wiener_filter(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
 

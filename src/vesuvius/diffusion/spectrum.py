@@ -26,7 +26,7 @@ class Spectrum:
     # over all voxels of all patches, in model values
     mean: float
     std: float
-    # float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardised patch, at the
+    # float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardized patch, at the
     # frequencies of `rfftn`.  White noise of variance 1 has power 1 everywhere; the mean over all frequencies is the
     # variance, 1.  The power at frequency 0 is the variance of the patch means times the number of voxels.
     power: NDArray[np.float32]
@@ -87,7 +87,7 @@ class Spectrum:
         return counts
 
     def wiener_filter(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Estimate standardised x_0 from x_t = alpha x_0 + sigma eps with the stationary Wiener filter.
+        """Estimate standardized x_0 from x_t = alpha x_0 + sigma eps with the stationary Wiener filter.
 
         It scales each frequency by alpha P / (alpha^2 P + sigma^2). x_t and the result are float32 [B, C, Z, Y, X];
         alpha and sigma are [B, 1, 1, 1, 1].

@@ -31,7 +31,7 @@ def forgotten() -> Iterator[None]:
 
 @torch.no_grad()
 def awake(execution: Execution) -> UNet:
-    """A network whose zero-initialised maps have been given weights, as a few updates would."""
+    """A network whose zero-initialized maps have been given weights, as a few updates would."""
     model, generator = build_unet(SMALL, 0, execution=execution), torch.Generator().manual_seed(5)
     for module in model.modules():
         if isinstance(module, ZeroConv3d):

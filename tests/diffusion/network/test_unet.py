@@ -40,7 +40,7 @@ def _input(batch: int = 2, channels: int = 1) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _awake(config: ModelConfig, channels: int = 1, execution: Execution = Execution()) -> UNet:
-    """A network whose zero-initialised maps have been given weights, as a few updates would."""
+    """A network whose zero-initialized maps have been given weights, as a few updates would."""
     model, generator = build_unet(config, 0, channels, execution=execution), torch.Generator().manual_seed(5)
     for module in model.modules():
         if isinstance(module, ZeroConv3d):

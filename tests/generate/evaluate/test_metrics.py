@@ -64,7 +64,7 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
     }  # fmt: skip
 
 
-def test_only_copies_of_training_patches_are_called_memorised() -> None:
+def test_only_copies_of_training_patches_are_called_memorized() -> None:
     copies = patches(TRAINED, COUNT, 6)
     copies = np.stack([np.rot90(patch[::-1], number % 4, (1, 2)) for number, patch in enumerate(copies)])
     found = judged(copies)

@@ -57,7 +57,7 @@ def source_of(folder: Path, augment: AugmentConfig, held_out: float = 0.35) -> R
 def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     """Augmented training patches in intensities, as `vesuvius sample` stores generated ones.
 
-    Far apart in its order: neighbours are cut from the same regions.
+    Far apart in its order: neighbors are cut from the same regions.
     """
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))

@@ -58,7 +58,7 @@ def test_tiles_are_evenly_spaced_with_at_least_the_requested_overlap(patch: int,
 
 
 def test_weights_are_largest_in_the_middle_of_a_tile_and_smallest_at_its_faces() -> None:
-    shares = Tiling((1, 1, 24), (1, 1, 8), 0.5).axis_weights[2][2]  # from 8, with a neighbour at either side
+    shares = Tiling((1, 1, 24), (1, 1, 8), 0.5).axis_weights[2][2]  # from 8, with a neighbor at either side
     window = np.sin(np.pi * (np.arange(8) + 0.5) / 8) ** 4
     np.testing.assert_allclose(shares, window / (window + np.roll(window, 4)), atol=1e-12)
     assert shares[0] < 0.002

@@ -266,14 +266,14 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
         """Prediction of a network whose estimate of x_0 is `guess`."""
         sigma = schedule.sqrt_one_minus_alpha_bar[t].view(-1, 1, 1, 1, 1)
         return schedule.target(
-            config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardised(guess)) / sigma, t
+            config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardized(guess)) / sigma, t
         )
 
     def linear(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return predicting(schedule.wiener_x_0(spectrum(), x_t, t), x_t, t)
 
     def sure(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        candidates = alpha(t)[:, None] * schedule.standardised(x_0)[None]  # [B, PATCHES, 1, Z, Y, X]
+        candidates = alpha(t)[:, None] * schedule.standardized(x_0)[None]  # [B, PATCHES, 1, Z, Y, X]
         nearest = (candidates - x_t[:, None]).square().flatten(2).sum(2).argmin(1)
         return predicting(x_0[nearest], x_t, t)
 

@@ -1,6 +1,6 @@
 """Layers of the U-Net, independent of the config.
 
-Branches end in a zero-initialised convolution, so a block starts as the identity (or its skip).
+Branches end in a zero-initialized convolution, so a block starts as the identity (or its skip).
 """
 
 from __future__ import annotations
@@ -187,14 +187,14 @@ MIN_CHANNELS_PER_GROUP = 4
 def group_count(channels: int) -> int:
     """Return the largest divisor of `channels` that is at most 32 and gives at least 4 channels per group.
 
-    A group of one channel would be instance normalisation, which removes the brightness of the patch.
+    A group of one channel would be instance normalization, which removes the brightness of the patch.
     """
     most = max(1, min(NORM_GROUPS, channels // MIN_CHANNELS_PER_GROUP))
     return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
 
 
 class ZeroConv3d(nn.Conv3d):
-    """A zero-initialised convolution; a branch that ends in it initially adds nothing."""
+    """A zero-initialized convolution; a branch that ends in it initially adds nothing."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
@@ -239,7 +239,7 @@ class AdaptiveNormSiLU(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(SiLU(AdaGN(conv(SiLU(norm(x))), t))), with a zero-initialised second convolution."""
+    """x + conv(SiLU(AdaGN(conv(SiLU(norm(x))), t))), with a zero-initialized second convolution."""
 
     def __init__(self, channels_in: int, channels_out: int, embedding: int) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """x + self-attention over all voxels, with a zero-initialised output projection."""
+    """x + self-attention over all voxels, with a zero-initialized output projection."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()

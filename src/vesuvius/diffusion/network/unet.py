@@ -249,16 +249,16 @@ def build_unet(
     2.9.
     """
     check_torch_version()
-    with torch.device("meta"):  # torch's default initialisation would use the global generator
+    with torch.device("meta"):  # torch's default initialization would use the global generator
         model = UNet(config, in_channels, execution)
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
-        _initialise(module, prefix, seed, math.prod(config.stem_stride))
+        _initialize(module, prefix, seed, math.prod(config.stem_stride))
     return model
 
 
 @torch.no_grad()
-def _initialise(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> None:
+def _initialize(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> None:
     match module:
         case ZeroConv3d():
             module.reset_parameters()

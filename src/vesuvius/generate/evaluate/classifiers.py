@@ -154,7 +154,7 @@ def _structure(values: Tensor) -> Tensor:
 def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tuple[Floats, ...]:
     """Score how real each row of `tests` looks, by kernel ridge regression; a row is the features of a patch.
 
-    The kernel is Gaussian in standardised features; its width is the median distance.  Both sets of `train`, real and
+    The kernel is Gaussian in standardized features; its width is the median distance.  Both sets of `train`, real and
     generated, have the same total weight.
     """
     rows = np.concatenate(train)
@@ -162,11 +162,11 @@ def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tu
     counts = [len(each) for each in train]
     signs = np.repeat([1.0, -1.0], counts)
     weights = np.repeat([len(rows) / (2 * count) for count in counts], counts)
-    standardised = (rows - mean) / std
-    distances = _squared_distances(standardised, standardised)
+    standardized = (rows - mean) / std
+    distances = _squared_distances(standardized, standardized)
     width = float(np.median(distances)) or 1.0
     solved = np.linalg.solve(np.exp(-distances / width) + np.diag(_RIDGE / weights), signs)
-    return tuple(np.exp(-_squared_distances((test - mean) / std, standardised) / width) @ solved for test in tests)
+    return tuple(np.exp(-_squared_distances((test - mean) / std, standardized) / width) @ solved for test in tests)
 
 
 def _squared_distances(one: Floats, other: Floats) -> Floats:

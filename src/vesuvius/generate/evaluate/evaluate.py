@@ -188,8 +188,8 @@ def _bars(metrics: Sequence[Metric]) -> Bars:
     for metric in metrics:
         ratio = abs(metric.distance / metric.floor) if metric.floor else math.nan
         if metric.differs is not None and math.isfinite(ratio):
-            sign, colour = (FAIL, COLOURS["data wait"]) if metric.differs else (PASS, COLOURS["best"])
-            bars.append(Bar(metric.name, ratio, f"{sign}{ratio:.2g}x", colour))
+            sign, color = (FAIL, COLOURS["data wait"]) if metric.differs else (PASS, COLOURS["best"])
+            bars.append(Bar(metric.name, ratio, f"{sign}{ratio:.2g}x", color))
     note = "1x: as far from held-out patches as training patches are.  ✗: farther than chance allows."
     return Bars("Distance from held-out patches, relative to training patches", tuple(bars), note, limit=1.0)
 

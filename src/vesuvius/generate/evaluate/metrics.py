@@ -286,12 +286,12 @@ def _positions(ends: Sequence[tuple[int, int]]) -> Ints:
 def _fits(voxels: Voxels, places: Ints, points: Ints, wanted: Sequence[Voxels]) -> Tensor:
     """Return the correlation of voxels at `points` relative to each position with each wanted patch: [N, wanted]."""
 
-    def standardised(rows: Tensor) -> Tensor:
+    def standardized(rows: Tensor) -> Tensor:
         """Subtract the mean and scale to length 1; rows with hardly any texture become 0."""
         rows = rows - rows.mean(1, keepdim=True)
         length = rows.norm(dim=1, keepdim=True)
         return torch.where(length < _LEAST_STD * math.sqrt(rows.shape[1]) / 2, 0.0, rows / length.clamp(min=1e-9))
 
     starts, offsets = (torch.from_numpy(np.ravel_multi_index(tuple(p), voxels.shape)) for p in (places.T, points))
-    found = standardised(torch.from_numpy(voxels.ravel())[starts[:, None] + offsets])
-    return found @ standardised(torch.from_numpy(np.stack([part[tuple(points)] for part in wanted]))).T
+    found = standardized(torch.from_numpy(voxels.ravel())[starts[:, None] + offsets])
+    return found @ standardized(torch.from_numpy(np.stack([part[tuple(points)] for part in wanted]))).T

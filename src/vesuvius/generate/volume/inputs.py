@@ -137,9 +137,9 @@ class Inputs:
         return gaps
 
     def known(self, box: Box, intensity: IntensityRange, schedule: Schedule) -> NDArray[np.float32]:
-        """Return known voxels, standardised, with NaN in the gaps.  Raises DataError."""
+        """Return known voxels, standardized, with NaN in the gaps.  Raises DataError."""
         voxels = torch.from_numpy(to_model_values(self.read("inpaint", box), intensity))
-        values = schedule.standardised(voxels[None])[0].numpy()
+        values = schedule.standardized(voxels[None])[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
 
 

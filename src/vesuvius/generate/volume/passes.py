@@ -111,7 +111,7 @@ class SamplingJob(Job):
     levels: tuple[NoiseLevel, ...]  # decreasing noise
     method: SamplerMethod
     rounds: int = 1  # passes per step, see `make_passes`
-    inpaint: bool = False  # some voxels are known: standardised values in `known`, NaN in the gaps
+    inpaint: bool = False  # some voxels are known: standardized values in `known`, NaN in the gaps
     condition: str | None = None  # dtype
 
     @cached_property

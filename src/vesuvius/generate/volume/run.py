@@ -60,7 +60,7 @@ _CHUNK, _LEVELS = 128, 6
 class VolumeRequest(GenerateRequest):
     out: Path  # ends in .zarr
     shape_zyx: Triple | None  # None = that of the input volumes, or of the box in them
-    overlap: float = 0.25  # of neighbouring tiles, as a share of a patch
+    overlap: float = 0.25  # of neighboring tiles, as a share of a patch
     workers: int | None = None  # None = one per GPU of this machine, or per core; 1 = this process
     cluster: str | None = None  # address of a Ray cluster whose nodes share `out`; None = this machine
     rounds: int | None = None  # passes per step when inpainting; None = 4

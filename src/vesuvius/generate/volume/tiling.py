@@ -36,7 +36,7 @@ _LEAST_OVERLAP = 4  # voxels
 class Tiling:
     shape_zyx: Triple  # of the volume
     patch_zyx: Triple  # of a tile and of a block
-    overlap: float  # least overlap of neighbouring tiles, as a share of a patch; see `tile_starts`
+    overlap: float  # least overlap of neighboring tiles, as a share of a patch; see `tile_starts`
 
     def check(self) -> None:
         if any(size < patch for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)):
@@ -47,7 +47,7 @@ class Tiling:
         if not 0 <= self.overlap <= _MAX_OVERLAP:
             raise ConfigError(
                 f"--overlap {self.overlap:g} is not between 0 and {_MAX_OVERLAP} (the share of a tile "
-                "that its neighbour covers); try 0.25"
+                "that its neighbor covers); try 0.25"
             )
 
     @cached_property
@@ -125,7 +125,7 @@ class Tiling:
 def tile_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:
     """Return the starts of tiles along an axis, from 0 to size - patch, at most (1 - overlap) patch apart.
 
-    Overlapping tiles share at least 4 voxels or half a patch: with 2, their centres are visible (docs/sampling.md).
+    Overlapping tiles share at least 4 voxels or half a patch: with 2, their centers are visible (docs/sampling.md).
     """
     last, most = size - patch, int(patch * (1 - overlap))
     if overlap > 0:
