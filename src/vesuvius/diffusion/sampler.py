@@ -14,7 +14,6 @@ from functools import reduce
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,19 +41,14 @@ def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
     return math.log(there.alpha / here.alpha) + math.log(here.sigma / there.sigma)
 
 
-def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
-    """Return the t of each sampling step: int64 [steps], strictly decreasing from `timesteps - 1`.
-
-    round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").
-    """
-    return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
-
-
 def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
-    """Return steps + 1 levels in float64: those of `trailing_timesteps`, then `CLEAN`.  Pure."""
+    """Return steps + 1 levels in float64, from the schedule's noisiest to `CLEAN`.
+
+    t is round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").
+    """
     table = schedule.alpha_bar_64
-    times = trailing_timesteps(schedule.timesteps, steps).tolist()
-    return (*(NoiseLevel(t, math.sqrt(table[t]), math.sqrt(1 - table[t])) for t in times), CLEAN)
+    times = np.round(schedule.timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
+    return (*(NoiseLevel(t, math.sqrt(table[t]), math.sqrt(1 - table[t])) for t in times.tolist()), CLEAN)
 
 
 def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
