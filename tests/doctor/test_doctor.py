@@ -78,10 +78,8 @@ def config_of(volume: str, **training: Any) -> Any:
     return parse_stored(sections)
 
 
-def test_an_unsuitable_torch_gpu_or_cudnn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"install torch 2\.10 or newer"):
-        examination.check_torch("2.9.1")
-    assert examination.check_torch("2.13.0").level == "ok"
+def test_an_unsuitable_gpu_or_cudnn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert examination.check_torch().level == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert examination.check_gpus(None).level == "ok", "a GPU is optional"

@@ -250,11 +250,3 @@ def test_the_default_network_has_the_documented_size_and_cost() -> None:
     # exact counts of this structure, given to three digits in the documentation
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 155
     assert round(counter.get_total_flops() / 1e12, 1) == 5.3
-
-
-@pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128"])
-def test_torch_2_9_is_refused(version: str) -> None:
-    for other in ("2.10.0", "2.13.0+cpu", "3.0.0a0"):
-        unet.check_torch_version(other)
-    with pytest.raises(ConfigError, match=rf"torch {version.split('+')[0]}.* is not supported"):
-        unet.check_torch_version(version)

@@ -34,12 +34,6 @@ INT32_LIMIT = 2**31
 _SEEDS = {"patch_embed": "stem_in", "upsample": "stem_out"}  # names that seed weights: a seed keeps its weights
 
 
-def check_torch_version(version: str = torch.__version__) -> None:
-    """Raise ConfigError for torch 2.9.x, whose Conv3d is slow, needs far more memory and has given wrong results."""
-    if version.split(".")[:2] == ["2", "9"]:
-        raise ConfigError(f"torch {version} is not supported: its Conv3d is broken; install torch 2.10 or newer")
-
-
 def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Triple, in_channels: int = 1) -> int:
     """Return the number of elements of the largest tensor in a forward pass.  Pure."""
     voxels = batch * math.prod(size_zyx)
@@ -245,10 +239,8 @@ def build_unet(
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
     Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
-    tensor follows from (seed, its name), so a new module does not change the others.  Raises ConfigError with torch
-    2.9.
+    tensor follows from (seed, its name), so a new module does not change the others.
     """
-    check_torch_version()
     with torch.device("meta"):  # torch's default initialization would use the global generator
         model = UNet(config, in_channels, execution)
     model.to_empty(device=device)

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import Tensor
 
 from vesuvius.config import Config, TrainingConfig
-from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.errors import ConfigError, StorageError, broken_link
 from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
@@ -105,7 +104,6 @@ def preflight(
         DataError: a volume cannot be used.
         StorageError: the run directory is not writable, the disk is too small, or initial weights are damaged.
     """
-    check_torch_version()
     check_trackers(config.monitor.trackers)
     directory = directory or run_dir(config)
     if not resume:

@@ -45,7 +45,7 @@ def execution(config: TrainingConfig) -> Execution:
 
 
 def build_network(config: Config, device: torch.device) -> UNet:
-    """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
+    """The network with the initial weights of `config.seed`, on `device`."""
     computed = execution(config.training)
     if is_compiled(config.training, device):
         computed = replace(computed, call=CompiledRegions())
