@@ -8,6 +8,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from vesuvius.diffusion.network import layers
+from vesuvius.diffusion.network.boxes import depth_to_space, space_to_depth
+
+LAYOUTS = pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["czyx", "zyxc"])
 
 
 def test_each_group_has_at_least_four_channels_or_all() -> None:
@@ -25,7 +28,7 @@ def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(recompute: bo
     torch.testing.assert_close(norm(x, embedding, conv, recompute), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["czyx", "zyxc"])
+@LAYOUTS
 def test_adaptive_norm_takes_float32_weights_under_autocast(layout: torch.memory_format) -> None:
     """Scales of a hundredth: of 1 + scale, bf16 keeps one or two bits of them.  Channels last, compiled code alone
     does, and rounds once: eagerly it would cost passes in float32."""
@@ -66,3 +69,16 @@ def test_timestep_embedding_is_float32_under_autocast() -> None:
         inside = embed(t)
     assert inside.dtype == torch.float32
     assert torch.equal(inside, outside)
+
+
+@LAYOUTS
+def test_space_to_depth_parity_with_pixel_unshuffle_and_inverts(layout: torch.memory_format) -> None:
+    x = torch.arange(2 * 3 * 4 * 6 * 8).float().reshape(2, 3, 4, 6, 8).contiguous(memory_format=layout)
+    flat = x.transpose(1, 2).flatten(0, 1)  # [B Z, C, Y, X]
+    expected = F.pixel_unshuffle(flat, 2).unflatten(0, (2, 4)).transpose(1, 2)  # [B, C sy sx, Z, Y, X]
+    expected = expected.unflatten(1, (3, 4)).transpose(1, 2).flatten(1, 2)
+    assert torch.equal(space_to_depth(x, (1, 2, 2)), expected)
+    for stride in [(1, 1, 1), (2, 2, 2), (4, 3, 2)]:
+        moved = space_to_depth(x, stride)
+        assert moved.is_contiguous(memory_format=layout)
+        assert torch.equal(depth_to_space(moved, stride), x)
