@@ -106,7 +106,7 @@ def run_with_kills(
     rng, run = random.Random(seed), run_directory(config, cwd)
     before_first_step, start_s = 0, 0.0
     for number in range(kills):
-        with Session(config, cwd, "--resume", *arguments(number), environment=environment) as session:
+        with Session(config, cwd, "training.resume=auto", *arguments(number), environment=environment) as session:
             early = start_s and rng.random() < _EARLY_SHARE
             session.wait_for("Train step", at_most_s=rng.uniform(0, start_s) if early else None)
             if not early:
@@ -120,7 +120,7 @@ def run_with_kills(
             before_first_step += "Train step" not in session.text()
         for path in list_checkpoints(run / "checkpoints"):
             assert (damage := find_damage(path)) is None, f"kill {number} left {path} damaged: {damage}"
-    with Session(config, cwd, "--resume", *arguments(kills), environment=environment) as session:
+    with Session(config, cwd, "training.resume=auto", *arguments(kills), environment=environment) as session:
         assert session.end() == 0, session.text()
     assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
     steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
