@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -592,7 +592,6 @@ _indices = (
 )
 
 
-@settings(deadline=None, max_examples=300)
 @given(index=_indices | st.lists(_indices, max_size=5).map(tuple))
 def test_an_open_volume_is_indexed_by_numpys_rules(indexed: vesuvius.Volume, index: Any) -> None:
     voxels = textured(SHAPE)

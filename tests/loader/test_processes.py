@@ -203,6 +203,7 @@ def put_indices(loader: PatchLoader, queue: Any) -> None:
         queue.put(indices(islice(loader, 2)))
 
 
+@pytest.mark.long
 def test_a_pickled_loader_continues_at_its_position(volume: Path) -> None:
     """With its state, in another process, as mp.spawn does; one whose readers run cannot be pickled."""
     with load(volume, length=6) as loader:

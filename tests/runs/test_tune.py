@@ -78,6 +78,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
 
 
+@pytest.mark.long
 def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,7 +164,7 @@ with PatchStream(
     ("when", "waits_s", "says"),
     [
         pytest.param("at once", 100, "", marks=pytest.mark.long),
-        ("waiting", 100, ""),
+        pytest.param("waiting", 100, "", marks=pytest.mark.long),
         pytest.param("waiting", 0.1, "Ray has not started within 0.1 s", marks=pytest.mark.long),
     ],
 )

@@ -81,7 +81,8 @@ def two_volumes(folder: Path) -> ReaderJob:
     return prepare_data(0, data).job
 
 
-CASES = [plain, torn, foreground, nan_and_coarse_condition, two_volumes]
+CASES = [plain, torn, nan_and_coarse_condition]
+CASES += [pytest.param(case, marks=pytest.mark.long) for case in (foreground, two_volumes)]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -218,7 +219,7 @@ def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
         assert resident.volumes[0]._is_present.all()
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.usefixtures("large_volumes")
 def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""

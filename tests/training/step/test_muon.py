@@ -128,6 +128,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 def test_a_step_of_the_full_model_takes_at_most_150_launches() -> None:
     """Stepping each of the 57 kernels separately takes 3,600."""
     config = read_config(Path(__file__).parents[3] / "configs/exp001_full.yaml")
