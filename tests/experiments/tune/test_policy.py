@@ -28,7 +28,7 @@ from tests.experiments.tune.simulated import (
 )
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import ALPHA, MIN_PAIRS_TO_WRITE
-from vesuvius.experiments.tune.measurement import Knob, Result, Setting, TrialKind
+from vesuvius.experiments.tune.measurement import Knob, PredictedMemory, Result, Setting, TrialKind
 from vesuvius.experiments.tune.policy import conclude, policy
 from vesuvius.experiments.tune.search import Search
 
@@ -93,6 +93,15 @@ def test_an_unpredicted_death_rules_out_all_settings_as_large() -> None:
     assert 1 <= len(died) == len(set(died)) <= 2
     assert died == sorted(died, reverse=True)
     assert found.best.workers == 6
+
+
+def test_a_setting_that_died_is_ruled_out_although_it_was_measured_before() -> None:
+    measured = Result(SOURCE, "run", "ok", "", 20.0, samples=8, measured_s=10.0, ram_bytes=GIB)
+    results = [measured]
+    memory = PredictedMemory(DIES.space(), BiasedPlanner(DIES), results)
+    assert memory.obstacle(SOURCE) is None
+    results.append(Result(SOURCE, "run", "killed", "so", 20.0))
+    assert "was ended by a kill" in str(memory.obstacle(SOURCE))
 
 
 def test_requests_prefetch_and_batches_match_store_bursts_and_steps() -> None:
