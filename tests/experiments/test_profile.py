@@ -60,7 +60,7 @@ def test_a_profile_changes_nothing_that_affects_a_step() -> None:
     assert changed.model == config.model
     before, after = config.training.model_dump(), changed.training.model_dump()
     differ = {name for name in before if before[name] != after[name]}
-    assert differ <= {"steps_per_epoch", "epochs", "max_steps", "autotune", "save_every", "preview_every"}
+    assert differ <= {"steps_per_epoch", "epochs", "max_steps", "save_every", "preview_every"}
     assert changed.stop_step >= 2 * 20
 
 

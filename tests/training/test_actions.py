@@ -1,4 +1,4 @@
-"""Changes between two steps by the guard's orders or a verdict, and refused changes."""
+"""Changes between two steps by the guard's orders."""
 
 from __future__ import annotations
 
@@ -14,77 +14,47 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.test_verdict import window
 from tests.training.fakes import run_context
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED, ConfigError
+from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED
 from vesuvius.monitor.memory.guard import LoopStatus, Order
-from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
+from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.monitor.verdict import Cause, Verdict
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.units import format_size
-from vesuvius.stream.options import StreamOptions, store_peak_bytes
-from vesuvius.stream.reading.reader_stats import ReaderStats
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.actions import Autotuner, GuardActions, changes_of
+from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.stop import StopRequest
 
 WriteConfig = Callable[..., Path]
-MIB, GIB = 2**20, 2**30
-
-
-def says(cause: Cause | None, *overrides: str) -> Verdict:
-    return Verdict("data-bound" if cause else "compute-bound", cause, f"because of {cause}", overrides, "", window())
-
-
-TOO_SMALL = says("prefetch too small", "training.prefetch_factor=4")
-FEW_WORKERS = says("workers too few", "training.workers=4")
+GIB = 2**30
 
 
 @dataclass
 class NotedMonitor:
-    """Monitor of a machine with 64 GiB.  Gives the test's orders and records what it receives."""
+    """Gives the test's orders and records what it receives."""
 
     order: Order | None = None
     loop_status: LoopStatus = field(default_factory=LoopStatus)
-    used_bytes: int = 10 * GIB
     obeyed: int = 0
-    restarts: int = 0
-
-    @property
-    def risk(self) -> Any:
-        return SimpleNamespace(limits=(MemoryLimit("the machine", self.used_bytes, 64 * GIB, 64 * GIB),))
 
     def carried_out(self) -> None:
         self.obeyed += 1
         self.order = None
 
-        self.order = None
-
-    def readers_changed(self) -> None:
-        self.restarts += 1
-
 
 @dataclass
 class NotedFeed:
-    """Stream and feed in one, whose readers peaked at 300 MiB; records or refuses changes."""
+    """Stream and feed in one, which records changes."""
 
     options: StreamOptions
-    refuses: str = ""
     changes: list[dict[str, int]] = field(default_factory=list)
-    job: Any = None
-    batch_bytes: int = 4096
     has_resident: bool = False
     resident_frees_memory: bool = False
     ended_readers: int = 0
-    readers: dict[int, ReaderStats] = field(
-        default_factory=lambda: {pid: ReaderStats(rss_anon_peak_bytes=100 * MIB * pid) for pid in (1, 2, 3)}
-    )
 
     @property
     def stream(self) -> NotedFeed:
@@ -96,8 +66,6 @@ class NotedFeed:
 
     def reconfigure(self, **changes: Any) -> None:
         self.changes.append(changes)
-        if self.refuses:
-            raise ConfigError(self.refuses)
         self.options = replace(self.options, **changes)
 
     def reader_memory(self) -> dict[int, int]:
@@ -108,26 +76,19 @@ class NotedFeed:
 
 
 class Loop:
-    """Guard actions and autotuner of a session with orders and verdicts from the test."""
+    """Guard actions of a session with orders from the test."""
 
     def __init__(self, config_file: Path, metrics: Path) -> None:
         self.metrics, self.stop, self.progress = metrics, StopRequest(None), Progress(step=10)
         config = read_config(config_file, ())
-        self.job = prepare_data(0, config.data).job
         run = run_context(config, metrics.parent, self.progress, self.stop)
         self.monitor: Any = NotedMonitor()
-        self.feed: Any = NotedFeed(StreamOptions.from_config(config.training, config.cluster), job=self.job)
-        self.verdicts: Any = SimpleNamespace(last=None)
-        self.guard, self.tuner = GuardActions(run), Autotuner(run, self.feed, self.monitor, self.verdicts)
+        self.feed: Any = NotedFeed(StreamOptions.from_config(config.training, config.cluster))
+        self.guard = GuardActions(run)
 
     def step(self, order: Order | None = None) -> None:
         self.monitor.order = order
         self.guard.execute(self.feed, self.monitor, 0.5)
-
-    def hears(self, *verdicts: Verdict) -> None:
-        for verdict in verdicts:
-            self.verdicts.last = replace(verdict)
-            self.tuner.apply()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -139,7 +100,7 @@ def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, "vesuvius")
 
     def make(**training: Any) -> Loop:
-        keys = {"autotune": "act", "workers": 2, "steps_per_epoch": 100} | training
+        keys = {"workers": 2, "steps_per_epoch": 100} | training
         path = tiny_config(training=keys, monitor={"verdict_every": 10})
         return Loop(path, tmp_path / "metrics.jsonl")
 
@@ -278,74 +239,3 @@ class Full(Watcher):
         real = super().sample()
         root = replace(real.processes[0], anon_bytes=int(self.share * self._limit_bytes))
         return replace(real, processes=(root,), shared_bytes=0)
-
-
-def test_a_verdict_is_applied_once_and_recorded_with_its_reason(
-    loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = loop()
-    run.tuner.apply()
-    run.hears(TOO_SMALL)
-    run.tuner.apply()
-    assert run.feed.changes == [{"prefetch_factor": 4}]
-    (event,) = run.events
-    assert (event["kind"], event["event"], event["step"]) == ("event", "autotune", 10)
-    assert (event["override"], event["refused"]) == ("training.prefetch_factor=4", None)
-    assert event["text"] == caplog.messages[0] == "autotune: training.prefetch_factor=4: because of prefetch too small"
-    assert run.monitor.restarts == 1, "what memory did before the readers were started anew says nothing"
-    run.hears(says(None), says("store latency", "data.store.requests=32"), FEW_WORKERS)
-    assert run.feed.changes[1:] == [{"requests": 32}, {"workers": 4}]
-    off = loop(autotune="off")
-    off.hears(TOO_SMALL, FEW_WORKERS)
-    assert off.feed.changes == []
-
-
-def test_settings_a_running_stream_cannot_change_are_left_alone() -> None:
-    two, none = StreamOptions(2, 2), StreamOptions(2, 0)
-    assert changes_of(("training.workers=2",), none) == {}, "Ray is not started while a run trains"
-    assert changes_of(("training.train_batch_size=2", "training.accumulate_steps=1"), two) == {}
-
-
-def test_changes_that_would_trigger_the_guard_are_refused_and_reported_once(
-    loop: Callable[..., Loop], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A reader counts as the largest one, twice, with its part of the object store; ranks of a node share."""
-    run = loop()
-    store = store_peak_bytes(run.job, StreamOptions(2, 4)) - store_peak_bytes(run.job, StreamOptions(2, 2))
-    need = 2 * (2 * 300 * MIB + store) + 4 * 4096
-    run.monitor.used_bytes = int(0.84 * 64 * GIB) - need + 10
-    run.hears(FEW_WORKERS, FEW_WORKERS)
-    assert run.feed.changes == []
-    (event,) = run.events
-    assert f"it needs {format_size(need)} more" in event["refused"]
-    assert "autotune skipped training.workers=4" in caplog.messages[0]
-    other = loop()
-    other.tuner._run = replace(other.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
-    other.monitor.used_bytes = run.monitor.used_bytes - need
-    other.hears(FEW_WORKERS)
-    assert other.feed.changes == [], "the other rank may take as much"
-    third = loop()
-    third.monitor.used_bytes = run.monitor.used_bytes - 20
-    third.hears(FEW_WORKERS)
-    assert third.feed.changes == [{"workers": 4}]
-
-
-def test_an_impossible_change_is_reported_and_not_retried(loop: Callable[..., Loop]) -> None:
-    run = loop()
-    run.feed.refuses = "The object store needs 9 GiB, but /dev/shm has 1 GiB free"
-    run.hears(FEW_WORKERS, FEW_WORKERS)
-    assert len(run.feed.changes) == 1
-    (event,) = run.events
-    assert event["refused"] == run.feed.refuses
-    assert run.monitor.restarts == 0
-    run.feed.refuses = ""
-    run.hears(FEW_WORKERS, TOO_SMALL)
-    assert run.feed.changes[1:] == [{"prefetch_factor": 4}], "it may still do something else"
-
-    def half_done(**changes: Any) -> None:
-        run.feed.options = replace(run.feed.options, **changes)
-        raise ConfigError("the cluster must answer")
-
-    run.feed.reconfigure = half_done
-    with pytest.raises(ConfigError, match="must answer"):
-        run.hears(says("workers too few", "training.workers=3"))

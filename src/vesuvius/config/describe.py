@@ -23,7 +23,6 @@ RENAMED = {
     "data.validation.guard": "gap",
     "diffusion.noise=edm": "spectral",
     "diffusion.schedule": "noise",
-    "training.autotune=advise": "off",
 }
 """Keys, or key=value, of earlier versions, which are still accepted, and their current names."""
 TRAINED_WITH: dict[str, Any] = {
@@ -36,7 +35,7 @@ TRAINED_WITH: dict[str, Any] = {
     "model.skips": "concat",
 }
 """Removed keys that a model depends on, with the value that this version trains with."""
-WITHOUT_EFFECT = ("diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.sampler_quantile")
+WITHOUT_EFFECT = ("training.autotune", "diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.sampler_quantile")
 """Removed keys that no trained model depends on."""
 
 # Consequences of a changed key for a resumed run, by key prefix.

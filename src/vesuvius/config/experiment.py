@@ -181,7 +181,7 @@ def trial_config(
     Raises ValidationError: the changes contradict other keys.
     """
     changed = quiet(config).model_dump() | {"name": name} | keys
-    changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None, "autotune": "off"}
+    changed["training"] |= {"max_hours": None, "resume": "never", "init_from": None}
     changed["training"] |= {"save_every": NEVER, "keep_every": None, "preview_every": 0} | dict(training)
     changed["monitor"] |= monitor or {}
     changed["data"]["resident"] = 0

@@ -147,9 +147,6 @@ class TrainingConfig(Section):
         0, description="steps between previews, plus one after 90 s and one at the end; 0 = none"
     )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
-    autotune: Literal["off", "act"] = Field(
-        "off", description="act = apply a verdict's advice on readers, prefetch and requests while training"
-    )
     resume: Literal["never", "auto"] = Field(
         "never", description="auto = continue from the newest checkpoint if there is one, otherwise start"
     )

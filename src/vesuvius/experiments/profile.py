@@ -1,6 +1,6 @@
 """`vesuvius profile`: trains some steps in a folder below the run, and reports where their time goes.
 
-An observer takes the place of `training.autotune`, so the loop, the clock and the records are those of training: it
+An observer runs between two steps, so the loop, the clock and the records are those of training: it
 counts the steps, traces some more, then ends the run.  The page is that of a run, limited to these steps.
 """
 
@@ -128,7 +128,7 @@ def profile(config: Config, source: Path, steps: int, trace: bool, command: str)
 
 
 def profiled(config: Config, name: str, steps: int) -> Config:
-    """The config of the profiled run: that of the training without validation and autotune.  Pure."""
+    """The config of the profiled run: that of the training without validation.  Pure."""
     training: dict[str, Any] = {"validate_every": 0}
     least = 2 * (MOST_WARM_STEPS + steps + _TRACED_STEPS)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:

@@ -82,10 +82,6 @@ class DeviceFeed:
         assert self._stream is not None, "open the feed first"
         return self._stream
 
-    @property
-    def batch_bytes(self) -> int:
-        return self.options.batch_size * self.job.patch_bytes
-
     def next(self, clock: StepClock) -> tuple[PatchBatch, Batch]:
         """Return the next batch on the device, and as it was read."""
         with clock.waiting():

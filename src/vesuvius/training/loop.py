@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.actions import Autotuner, GuardActions
+from vesuvius.training.actions import GuardActions
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.diagnosis import MicroBatch, diagnose
 from vesuvius.training.periodic import PeriodicTasks
@@ -41,11 +41,10 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 60.0
 _LOOK_EVERY_S = 1.0  # for the run directory
-_FIRST_STEPS = 3  # steps until memory peaks: from the second step on, moments add to activations
 
 
 class TrainingLoop:
-    """Runs optimizer steps; between steps it executes memory-guard orders, tunes the readers and runs periodic tasks.
+    """Runs optimizer steps; between steps it executes memory-guard orders and runs periodic tasks.
 
     `feed` delivers the patches of `job` to the device, `batches` adds noise and conditions; `micro_batch` patches are
     computed at a time.
@@ -71,7 +70,7 @@ class TrainingLoop:
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
-        self.micro_batch, self._steps_begun = run.share.micro_batch, 0
+        self.micro_batch = run.share.micro_batch
         self._queued = deque[torch.cuda.Event]()  # ends of micro-batches that the GPU may have yet to compute
 
     def run_steps(self) -> None:
@@ -95,8 +94,7 @@ class TrainingLoop:
             self.train_step.timed = clock.computing
             reporter = StepReporter(self.run, clock, stream, self.monitor, again)
             make = self.run.request.make_tuner
-            autotuner = Autotuner(self.run, self.feed, self.monitor, reporter.verdicts)
-            tune: Callable[[], None] = make(self, reporter) if make else autotuner.apply
+            tune = make(self, reporter) if make else None
             try:
                 while progress.step < config.stop_step and self._next_step(clock, reporter):
                     self._stop_if_moved()
@@ -104,7 +102,8 @@ class TrainingLoop:
                     with clock.pausing():
                         if not stop.is_requested():
                             self.guard_actions.execute(self.feed, self.monitor, reporter.longest_step_s)
-                            tune()
+                            if tune:
+                                tune()
                     self.periodic.record_saves()
                     if self.periodic.is_scheduled():
                         self._report(reporter, wait=True)
@@ -187,7 +186,6 @@ class TrainingLoop:
         share = self.run.share
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         delivered: list[MicroBatch] = []
-        self._steps_begun += 1
         for t in np.split(timesteps[share.positions], share.accumulate_steps):
             if delivered:
                 self._in_step = True
@@ -221,21 +219,15 @@ class TrainingLoop:
 
     def _accumulate(self, batches: Iterable[tuple[TrainingBatch, NDArray[np.int64]]], last: bool) -> bool:
         """Add the gradients of batches and their timesteps; returns False if memory ran out: then the step must be
-        repeated with the smaller `micro_batch`.
-
-        With several ranks a repetition is possible only before anything was exchanged.  So in the first steps of a
-        session gradients are exchanged after the backward pass instead of during it.  The sums differ only in their
-        rounding order, which `training.deterministic` does not allow.
+        repeated with the smaller `micro_batch`.  Several ranks cannot: some gradients are exchanged by then.
         """
-        run = self.run
-        can_halve, alone = run.checked.can_halve, run.ranks.world == 1
-        late = can_halve and not (alone or run.config.training.deterministic) and self._steps_begun <= _FIRST_STEPS
+        run, alone = self.run, self.run.ranks.world == 1
         try:
             for batch, t in batches:
                 for micro in self._pieces(t):
                     if alone and run.stop.is_overdue():
                         raise StoppedError
-                    piece, exchanges = batch.rows(micro), last and micro.stop >= len(t) and not late
+                    piece, exchanges = batch.rows(micro), last and micro.stop >= len(t)
                     self.train_step.accumulate(
                         piece.x_0, piece.indices, t[micro], piece.condition, exchanges, piece.eps
                     )
@@ -243,7 +235,7 @@ class TrainingLoop:
                         self._limit_queue()
             return True
         except Exception as error:
-            if not (can_halve and (alone or late) and self.micro_batch > 1 and is_gpu_memory_error(error)):
+            if not (run.checked.can_halve and alone and self.micro_batch > 1 and is_gpu_memory_error(error)):
                 raise
             why = one_line(error, 100)
         self._halve(why)  # outside the handler, which keeps the activations alive

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vesuvius.config import Config
 
@@ -34,8 +34,8 @@ class Request:
     source: Path  # YAML file, copied into the run directory
     resume: bool  # continue from the newest intact checkpoint, if any
     allow_drift: bool = False  # resume although data or model changed
-    # makes from the loop and its reporter a function to call between two steps; None = `training.autotune`
-    make_tuner: Callable[..., Any] | None = None
+    # makes from the loop and its reporter a function to call between two steps
+    make_tuner: Callable[..., Callable[[], None]] | None = None
     facts: Path | None = None  # file in which runs on the same data share measured facts
     directory: Path | None = None  # run directory; None = that of the config's name
 

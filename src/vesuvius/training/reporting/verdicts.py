@@ -189,7 +189,7 @@ class Verdicts:
 
 
 def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs:
-    """Current settings; the readers' come from the stream, as the memory guard or autotune may change them."""
+    """Current settings; the readers' come from the stream, as the memory guard may change them."""
     store, options = run.config.data.store, stream.options
     return Knobs(
         **{name: getattr(run.config.training, name) for name in _SWITCHES},

@@ -126,7 +126,7 @@ class GradientSync:
     """
 
     def __init__(self, network: nn.Module, global_batch: int, ranks: Ranks) -> None:
-        self._network, self._global_batch, self._ranks = network, global_batch, ranks
+        self._global_batch, self._ranks = global_batch, ranks
         self._pending: list[dist.Work] = []
         self._parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
@@ -136,18 +136,11 @@ class GradientSync:
             self.forward = self._parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Context for the passes of a micro-batch; in the `last` of a step gradients are exchanged.
-
-        If none was the last, `wait` exchanges them: until then a rank can restart the step on its own.
-        """
+        """Context for the passes of a micro-batch; in the `last` of a step gradients are exchanged."""
         return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def wait(self) -> None:
         """Wait until the gradients are summed: on a GPU the device waits, on a CPU the host.  Raises RankError."""
-        if not self._pending:
-            gradients = [p.grad for p in self._network.parameters() if p.grad is not None]
-            # Flattened in memory order: NCCL rejects channels-last tensors.
-            self._pending = [self._sum(g.as_strided((g.numel(),), (1,))) for g in gradients]
         for work in self._pending:
             self._ranks.wait_for(work)
         self._pending.clear()
@@ -164,16 +157,12 @@ class GradientSync:
         self._ranks.sum(gathered)
         return gathered
 
-    def _sum(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work = dist.all_reduce(tensor, async_op=True)
-        return work
-
     def _start_sum(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start summing a bucket in place and report it as done: gradients are views of it, complete after `wait`.
 
         DDP would wait at the end of the backward pass, where the clock cannot tell waiting from computing.
         """
-        self._pending.append(self._sum(bucket.buffer()))
+        self._pending.append(dist.all_reduce(bucket.buffer(), async_op=True))
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done

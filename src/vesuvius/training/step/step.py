@@ -119,7 +119,6 @@ class TrainStep:
             x_0: model values, float32 [B, 1, Z, Y, X], on the device like the condition.
             indices: sample indices [B], which determine the noise and the condition dropout.
             last: whether this is the last micro-batch of the step: its backward pass overlaps the gradient exchange.
-                If no micro-batch is the last, `apply` exchanges the gradients.
             eps: noise drawn in advance, like x_0; None = draw it here.
         """
         seed = self._config.seed
