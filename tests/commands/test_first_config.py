@@ -20,7 +20,7 @@ from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Tri
 from vesuvius.config.load import parse_config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast import micro_batch
+from vesuvius.training.forecast import plan as forecast_plan
 from vesuvius.volume_tools.info import IntensityStats, LevelFacts, Occupancy, VolumeFacts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def step_range_s(flops: float, device: torch.device, amp: str) -> tuple[float, float]:
         return flops / found.flops_s, flops / found.flops_s
 
-    monkeypatch.setattr(micro_batch, "plan_memory", plan)
+    monkeypatch.setattr(forecast_plan, "plan_memory", plan)
     monkeypatch.setattr(module, "step_range_s", step_range_s)
     monkeypatch.setattr(module, "device_memory_bytes", lambda config, device: int(found.gib * GIB))
     limit = SimpleNamespace(total_bytes=found.gib * GIB)

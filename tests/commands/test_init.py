@@ -16,7 +16,7 @@ from vesuvius.commands import first_config, init, sample
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
-from vesuvius.training.forecast import micro_batch
+from vesuvius.training.forecast import plan
 from vesuvius.training.forecast.preflight import preflight
 from vesuvius.volume_tools.phantom import write_phantom
 
@@ -37,7 +37,7 @@ def written(volume: object, *arguments: str) -> Config:
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the memory plans, which take seconds; tests/training has them, and a long test here."""
     nothing = SimpleNamespace(ram_bytes=0, vram_bytes=0, flops_per_step=1)
-    monkeypatch.setattr(micro_batch, "plan_memory", lambda config, amp: nothing)
+    monkeypatch.setattr(plan, "plan_memory", lambda config, amp: nothing)
     monkeypatch.setattr(first_config, "_fits", lambda config, data: False)
 
 
@@ -48,8 +48,8 @@ def trains() -> bool:
 
 
 def passes_checks(config: Config) -> bool:
-    """What a dry run checks, without its plans of memory; raises where it does not."""
-    return preflight(config, resume=False, checkpoint=None, caches=False).free_bytes > 0
+    """What a dry run checks, without its plans of memory; raises if it fails."""
+    return preflight(config, resume=False, checkpoint=None, caches=False).fixed is not None
 
 
 @pytest.mark.usefixtures("no_plans")
@@ -115,7 +115,7 @@ def test_a_remote_volume_is_cached(tmp_path: Path, server: ChunkServer) -> None:
     config = read_config(Path("configs/far.yaml"))
     assert (config.name, config.data.store.cache_dir) == ("far", str(tmp_path / "volumes/cache"))
     assert not Path("volumes").exists(), "nothing is cached before the run"
-    assert preflight(config, resume=False, checkpoint=None).free_bytes > 0
+    assert preflight(config, resume=False, checkpoint=None).fixed is not None
     assert list(Path("volumes/cache").rglob("*"))
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config import Config
-from vesuvius.training.forecast import micro_batch
+from vesuvius.training.forecast import plan
 
 OUT_OF_MEMORY = """
 import torch, weakref
@@ -47,14 +47,16 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The planned micro-batch, and those that run out of memory."""
 
     def cut(planned: int, fails_beyond: int, first: int = 1) -> None:
-        fit = micro_batch.fit_micro_batch
+        fit = plan.fit_micro_batch
 
-        def fitted(config: Config, available_bytes: int, gpu: bool) -> micro_batch.MicroBatchFit:
+        def fitted(config: Config, available_bytes: int, gpu: bool) -> plan.MicroBatchFit:
             found = fit(config, available_bytes, gpu)
             assert found.config.training.train_batch_size == config.training.accumulate_steps, "all fit here"
-            return micro_batch.MicroBatchFit(config.with_micro_batch(planned), found.step, 1, 1, True)
+            return plan.MicroBatchFit(
+                config.with_micro_batch(planned), found.step, True, f"micro-batch {planned} x {8 // planned}: as told"
+            )
 
-        monkeypatch.setattr(micro_batch, "fit_micro_batch", fitted)
+        monkeypatch.setattr(plan, "fit_micro_batch", fitted)
         monkeypatch.setattr(torch.nn.functional, "conv3d", torch.nn.functional.conv3d)  # put back at the end
         names = dict[str, Any]()
         exec(OUT_OF_MEMORY, names)

@@ -35,7 +35,7 @@ from vesuvius.training.diagnosis import Diagnosis, diagnose
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.ranks.share import rank_share
 from vesuvius.training.reporting.report import LaunchedStep, StepReporter
-from vesuvius.training.request import Request, RunContext
+from vesuvius.training.request import RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingFeed
 from vesuvius.training.step.setup import build_network
 from vesuvius.training.step.step import TrainStep
@@ -52,7 +52,7 @@ def run_context(
     progress, metrics = progress or Progress(), JsonLines(directory / "metrics.jsonl")
     checked: Any = SimpleNamespace(directory=RunDir(directory))
     return RunContext(
-        Request(config, Path("tiny.yaml"), resume=False),
+        config,
         checked,
         torch.device(on),
         SessionRecord(config.name, "", "", os.getpid(), 0.0, 0.0, config.training.workers, MemoryPolicy()),

@@ -39,7 +39,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.forecast.run_plan import plan_resident
+from vesuvius.training.forecast.plan import plan_resident
 from vesuvius.volumes.store.objects import is_remote, open_store
 
 OURS = "vesuvius"

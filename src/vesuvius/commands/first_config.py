@@ -34,8 +34,7 @@ from vesuvius.plan.make_plan import split_volume
 from vesuvius.runlog.units import GIB, format_gib, format_percent, format_sizes
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast.micro_batch import device_memory_bytes, fit_micro_batch
-from vesuvius.training.forecast.run_plan import plan_resident, plan_run
+from vesuvius.training.forecast.plan import device_memory_bytes, fit_micro_batch, plan_resident, plan_run
 from vesuvius.training.forecast.start_log import step_range_s
 from vesuvius.training.step.setup import build_meta_network, choose_device, parameter_count
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume

@@ -118,7 +118,7 @@ def _open_data(config: Config) -> PreparedData:
 def _ranks(config: Config | None) -> int:
     if config is None or config.training.ranks == 1:
         return 1
-    from vesuvius.training.forecast.run_plan import num_local_ranks  # imports torch
+    from vesuvius.training.forecast.plan import num_local_ranks  # imports torch
 
     return num_local_ranks(config)
 
@@ -126,7 +126,7 @@ def _ranks(config: Config | None) -> int:
 def _disk(config: Config | None) -> Finding:
     if config is None:
         return host.check_disk(runs_root())
-    from vesuvius.training.forecast.preflight import checkpoint_sizes
+    from vesuvius.training.forecast.plan import checkpoint_sizes
 
     kept = config.training.keep_last + 1  # and the best one
     return host.check_disk(runs_root() / config.name, sum(checkpoint_sizes(config)), kept)
@@ -142,8 +142,7 @@ def _volumes(data: PreparedData) -> Finding:
 
 def _plan(config: Config, opened: Future[PreparedData]) -> Finding:
     """Plan RAM and GPU memory as in a dry run; tracing the network takes seconds."""
-    from vesuvius.training.forecast.micro_batch import resolve_micro_batch
-    from vesuvius.training.forecast.run_plan import plan_run
+    from vesuvius.training.forecast.plan import plan_run, resolve_micro_batch
 
     if opened.exception():
         return Finding("warn", "not checked: the volumes could not be read", "see volumes above")

@@ -25,8 +25,7 @@ from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.forecast.micro_batch import VRAM_SHARE, resolve_micro_batch
-from vesuvius.training.forecast.run_plan import plan_run
+from vesuvius.training.forecast.plan import VRAM_SHARE, plan_run, resolve_micro_batch
 from vesuvius.training.reporting.monitoring import memory_policy
 from vesuvius.training.step.setup import choose_device
 

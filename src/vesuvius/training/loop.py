@@ -31,7 +31,7 @@ from vesuvius.training.periodic import PeriodicTasks
 from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.reporting.monitoring import reader_died
 from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
-from vesuvius.training.request import RunContext
+from vesuvius.training.request import MakeTuner, RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 from vesuvius.training.stop import StoppedError
@@ -73,7 +73,7 @@ class TrainingLoop:
         self.micro_batch = run.share.micro_batch
         self._queued = deque[torch.cuda.Event]()  # ends of micro-batches that the GPU may have yet to compute
 
-    def run_steps(self) -> None:
+    def run_steps(self, make_tuner: MakeTuner | None = None) -> None:
         """Train until the last step or a request to stop.
 
         Raises NonFiniteError: too many steps in a row were not finite; DataError, ConfigError: as from `PatchStream`.
@@ -93,8 +93,7 @@ class TrainingLoop:
             clock, again = make_clock(self.run.device), partial(diagnose, self.train_step, self.batches)
             self.train_step.timed = clock.computing
             reporter = StepReporter(self.run, clock, stream, self.monitor, again)
-            make = self.run.request.make_tuner
-            tune = make(self, reporter) if make else None
+            tune = make_tuner(self, reporter) if make_tuner else None
             try:
                 while progress.step < config.stop_step and self._next_step(clock, reporter):
                     self._stop_if_moved()

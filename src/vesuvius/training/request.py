@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from vesuvius.training.stop import StopRequest
 
 
+MakeTuner = Callable[..., Callable[[], None]]
+"""Makes from the loop and its reporter a function to call between two steps."""
+
+
 @dataclass(frozen=True)
 class Request:
     """Arguments of `vesuvius train`."""
@@ -34,8 +38,7 @@ class Request:
     source: Path  # YAML file, copied into the run directory
     resume: bool  # continue from the newest intact checkpoint, if any
     allow_drift: bool = False  # resume although data or model changed
-    # makes from the loop and its reporter a function to call between two steps
-    make_tuner: Callable[..., Callable[[], None]] | None = None
+    make_tuner: MakeTuner | None = None
     facts: Path | None = None  # file in which runs on the same data share measured facts
     directory: Path | None = None  # run directory; None = that of the config's name
 
@@ -44,7 +47,7 @@ class Request:
 class RunContext:
     """One session of a run."""
 
-    request: Request
+    config: Config
     checked: Preflight  # data and run directory
     device: torch.device  # of the network
     session: SessionRecord  # contents of `session.json`, with the memory limits
@@ -54,10 +57,6 @@ class RunContext:
     watchdog: Watchdog  # knows what the loop waits for
     share: RankShare  # this rank's share of each step
     ranks: Ranks  # trainer processes of the run
-
-    @property
-    def config(self) -> Config:
-        return self.request.config
 
     @property
     def directory(self) -> RunDir:

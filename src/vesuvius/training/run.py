@@ -41,9 +41,8 @@ from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
-from vesuvius.training.forecast.micro_batch import device_memory_bytes, resolve_micro_batch
+from vesuvius.training.forecast.plan import device_memory_bytes, gpu_memory_error, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.run_plan import gpu_memory_error, plan_resident
 from vesuvius.training.forecast.start_log import log_ranks, startup_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.failure import RankError
@@ -56,7 +55,7 @@ from vesuvius.training.reporting.monitoring import (
     open_session,
     run_died,
 )
-from vesuvius.training.request import Request, RunContext
+from vesuvius.training.request import MakeTuner, Request, RunContext
 from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.setup import build_network, choose_device, configure_kernels, resolve_amp
 from vesuvius.training.step.step import TrainStep
@@ -204,8 +203,6 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
     checked = preflight(
         config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known, directory=directory
     )
-    done = checked.resumed.step if checked.resumed else 0
-    checked = replace(checked, resident=plan_resident(config, checked.data, done))
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # only an optimization
             write_facts(facts, config.data, checked.facts)
@@ -292,9 +289,9 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
                 metrics.write,
                 lambda: (progress.step, config.stop_step),
             )
-            run = RunContext(request, checked, device, session.record, metrics, progress, stop, watchdog, share, ranks)
+            run = RunContext(config, checked, device, session.record, metrics, progress, stop, watchdog, share, ranks)
             _record_start(run)
-            session.exit_code = _train(run, train_step)
+            session.exit_code = _train(run, train_step, request.make_tuner)
         except Exception as error:
             reported = _reported_error(error, directory)
             if is_gpu_memory_error(error):  # while building the network
@@ -326,7 +323,7 @@ def _record_start(run: RunContext) -> None:
     )
 
 
-def _train(run: RunContext, train_step: TrainStep) -> int:
+def _train(run: RunContext, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop = run.config, run.progress, run.stop
     guard = GuardActions(run)
@@ -339,7 +336,7 @@ def _train(run: RunContext, train_step: TrainStep) -> int:
         periodic = loop.periodic
         try:
             if not stop.is_requested() or run.ranks.world > 1:  # several ranks stop together in the loop
-                loop.run_steps()
+                loop.run_steps(make_tuner)
         except Exception as error:
             out_of_memory = is_gpu_memory_error(error)
             cause = _reported_error(run.ranks.root_cause(error), run.directory)

@@ -16,8 +16,7 @@ from vesuvius.experiments.tune.measurement import SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.session import planner_of, survey
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.forecast import run_plan
-from vesuvius.training.forecast.run_plan import RamItem
+from vesuvius.training.forecast import plan
 
 WriteConfig = Callable[..., Path]
 
@@ -26,10 +25,7 @@ WriteConfig = Callable[..., Path]
 def _some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """To plan a real one takes seconds."""
 
-    def network(config: Config, gpu: bool) -> list[RamItem]:
-        return [RamItem("trainer", "training step", 2**21 * config.training.train_batch_size)]
-
-    monkeypatch.setattr(run_plan, "_network", network)
+    monkeypatch.setattr(plan, "_step_bytes", lambda config: 2**21 * config.training.train_batch_size)
 
 
 def surveyed(config: Config) -> SearchSpace:

@@ -18,7 +18,7 @@ from vesuvius.monitor.probes.gpus import VramUse
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.runlog.units import GIB
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.forecast.run_plan import (
+from vesuvius.training.forecast.plan import (
     gpu_memory_error,
     remedy,
 )
@@ -94,7 +94,7 @@ def test_if_one_patch_does_not_fit_memory_saving_settings_are_named() -> None:
 
 
 def test_the_error_names_value_remedy_and_memory_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vesuvius.training.forecast.run_plan.read_vram", lambda device, new_window: USE)
+    monkeypatch.setattr("vesuvius.training.forecast.plan.read_vram", lambda device, new_window: USE)
     error = gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 12)
     first, memory, last = str(error).splitlines()
     assert error.exit_code == 3

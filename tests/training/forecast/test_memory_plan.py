@@ -22,7 +22,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast.memory_plan import Footprint, TracedStep, largest_batch, plan_memory, traced_step
-from vesuvius.training.forecast.preflight import checkpoint_sizes
+from vesuvius.training.forecast.plan import checkpoint_sizes
 from vesuvius.training.step.setup import AmpMode, build_meta_network, build_network, parameter_count
 from vesuvius.training.step.step import TrainStep
 

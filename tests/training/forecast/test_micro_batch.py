@@ -8,9 +8,9 @@ import torch
 from tests.training.forecast.test_gpu_memory import small
 from vesuvius.config import Config
 from vesuvius.runlog.units import GIB
-from vesuvius.training.forecast import micro_batch
+from vesuvius.training.forecast import plan
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
-from vesuvius.training.forecast.micro_batch import VRAM_SHARE, device_memory_bytes, fit_micro_batch, resolve_micro_batch
+from vesuvius.training.forecast.plan import VRAM_SHARE, device_memory_bytes, fit_micro_batch, resolve_micro_batch
 
 AUTO = ("training.train_batch_size=auto", "training.accumulate_steps=12", "training.amp=bf16")
 
@@ -32,7 +32,7 @@ def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_bat
         found = fit_micro_batch(config, room, gpu=True)
         chosen.append(found.config.training.train_batch_size)
         assert (found.config.global_batch, found.fits) == (12, True)
-        assert found.need_bytes == needs(config, size)
+        assert found.step.vram_bytes == needs(config, size)
         below = fit_micro_batch(config, int((needs(config, size) - 2) / VRAM_SHARE), gpu=True)
         assert (below.config.training.micro_batch < size) if size > 1 else not below.fits
     assert chosen == [12, 6, 6, 4, 4, 3, 2, 1]
@@ -50,7 +50,7 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
     found = fit_micro_batch(config, GIB, gpu=True)
     assert (found.config.training.train_batch_size, found.config.global_batch) == (12, 48)
     alone = fit_micro_batch(small(*AUTO), GIB, gpu=True)
-    assert found.need_bytes > alone.need_bytes
+    assert found.step.vram_bytes > alone.step.vram_bytes
 
 
 def test_memory_of_other_programs_is_excluded_and_an_explicit_micro_batch_is_not_planned(
@@ -59,6 +59,6 @@ def test_memory_of_other_programs_is_excluded_and_an_explicit_micro_batch_is_not
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     assert device_memory_bytes(small(), torch.device("cuda")) == 32 * GIB + CONTEXT_BYTES
-    monkeypatch.setattr(micro_batch, "fit_micro_batch", None)
+    monkeypatch.setattr(plan, "fit_micro_batch", None)
     config = small("training.train_batch_size=3", "training.accumulate_steps=4")
     assert resolve_micro_batch(config) == (config, [])

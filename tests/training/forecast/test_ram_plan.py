@@ -1,4 +1,4 @@
-"""Predicted host memory of a run: its items and its warnings."""
+"""Predicted host memory of a run by owner, and its warnings."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from vesuvius.runlog.units import GIB, format_size
 from vesuvius.stream.options import StreamOptions, store_bytes, store_peak_bytes, store_prefetch_bytes
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.forecast import run_plan, start_log
+from vesuvius.training.forecast import plan as plan_module
+from vesuvius.training.forecast import start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.run_plan import RamItem, RunPlan, first_pass_samples, plan_resident, plan_run
+from vesuvius.training.forecast.plan import RunPlan, checkpoint_sizes, first_pass_samples, plan_resident, plan_run
 from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
 MIB = 2**20
-STEP = "training.train_batch_size and raise training.accumulate_steps"
 Plan = Callable[..., tuple[Config, PreparedData, RunPlan]]
 
 
 @pytest.fixture
 def some_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network of 2 MiB for tests of other memory, as planning a real one takes seconds."""
-    monkeypatch.setattr(run_plan, "_network", lambda config, gpu: [RamItem("trainer", "training step", 2 * MIB, STEP)])
+    monkeypatch.setattr(plan_module, "_step_bytes", lambda config: 2 * MIB)
 
 
 @pytest.fixture
@@ -49,9 +49,8 @@ def planned(tiny_config: WriteConfig) -> Plan:
     return plan
 
 
-def item_bytes(plan: RunPlan, name: str) -> int:
-    """Bytes of an item; 0 if the plan lacks it."""
-    return sum(item.size_bytes for item in plan.items if item.name == name)
+def of(plan: RunPlan, owner: str) -> int:
+    return plan.ram.get(owner, 0)
 
 
 def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
@@ -59,72 +58,66 @@ def limit(size_bytes: int, name: str = "the machine") -> MemoryLimit:
 
 
 @pytest.mark.usefixtures("some_network")
-def test_four_owners_add_up_and_the_line_shows_each(planned: Plan) -> None:
-    plan, owners = planned("training.workers=3")[2], ("readers", "store", "Ray", "trainer")
-    assert plan.ram_bytes == sum(map(plan.owner_bytes, owners)) == sum(item.size_bytes for item in plan.items)
-    (line,) = plan.lines()
-    assert all(f"{owner} {format_size(plan.owner_bytes(owner))}" in line for owner in owners)
-
-
-@pytest.mark.usefixtures("some_network")
-def test_another_worker_costs_a_reader_and_its_share_of_the_store(planned: Plan) -> None:
+def test_another_worker_costs_a_reader_and_its_share_of_the_store_and_the_line_shows_each_owner(planned: Plan) -> None:
     many = "training.epochs=100"  # so that there are tasks for all of them
     _, data, two = planned("training.workers=2", many)
     config, _, three = planned("training.workers=3", many)
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert 2 * three.owner_bytes("readers") == 3 * two.owner_bytes("readers")
-    assert three.owner_bytes("readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
-    assert three.owner_bytes("store") >= store_peak_bytes(data.job, options)
-    assert three.owner_bytes("store") > two.owner_bytes("store")
+    assert 2 * of(three, "readers") == 3 * of(two, "readers")
+    assert of(three, "readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
+    assert of(three, "store") >= store_peak_bytes(data.job, options)
+    assert of(three, "store") > of(two, "store")
+    owners = ("readers", "store", "Ray", "trainer")
+    assert three.ram_bytes == sum(of(three, owner) for owner in owners)
+    (line,) = three.lines()
+    assert all(f"{owner} {format_size(of(three, owner))}" in line for owner in owners)
 
 
 @pytest.mark.usefixtures("some_network")
 def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_flight(planned: Plan) -> None:
     _, data, plan = planned("training.workers=0")
-    assert {item.owner for item in plan.items} == {"trainer"}
-    assert item_bytes(plan, "reading") >= (data.plan.regions_in_flight + 1) * data.job.block_bytes
+    assert set(plan.ram) == {"trainer"}
+    assert of(plan, "trainer") - of(planned()[2], "trainer") >= (data.plan.regions_in_flight + 1) * data.job.block_bytes
     assert "readers" not in plan.lines()[0]
 
 
 @pytest.mark.usefixtures("some_network")
 def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(planned: Plan) -> None:
     """One step needs the regions of one task; beyond 500 tasks Ray's executions overlap."""
-    assert item_bytes(planned("training.workers=4", "training.max_steps=1")[2], "1 processes")
-    assert item_bytes(planned("training.workers=4")[2], "4 processes")
+    one = of(planned("training.workers=4", "training.max_steps=1")[2], "readers")
+    assert of(planned("training.workers=4")[2], "readers") == 4 * one
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert item_bytes(long, "8 processes")
+    assert of(long, "readers") == 8 * one
     handing_over = store_peak_bytes(data.job, options) + store_prefetch_bytes(data.job, options)
-    assert handing_over <= long.owner_bytes("store") <= store_bytes(data.job, options)
+    assert handing_over <= of(long, "store") <= store_bytes(data.job, options)
 
 
-def test_the_training_step_is_in_host_memory_only_on_a_cpu(planned: Plan) -> None:
+def test_the_training_step_is_in_host_memory_only_on_a_cpu_and_a_gpu_pins_a_checkpoint(planned: Plan) -> None:
     config, _, on_cpu = planned()
-    on_gpu = planned(gpu=True)[2]
-    assert item_bytes(on_cpu, "training step") > plan_memory(config, amp="off").peak_bytes
-    assert item_bytes(on_cpu, "CUDA (assumed)") == item_bytes(on_gpu, "training step") == 0
-    assert item_bytes(on_gpu, "CUDA (assumed)") == 2 * GIB
-
-
-def test_a_checkpoint_copy_is_counted_and_pinned_with_a_gpu(planned: Plan) -> None:
-    config, _, plan = planned()
-    copy = item_bytes(plan, "copy of a checkpoint")
+    on_gpu, step = planned(gpu=True)[2], plan_memory(config, amp="off")
+    assert step.ram_bytes > step.peak_bytes
+    copy = sum(checkpoint_sizes(config))
+    pinned = of(on_gpu, "trainer") - (of(on_cpu, "trainer") - step.ram_bytes) - 2 * GIB
+    assert 0 < pinned < copy
     more = planned("training.extra_ema_decays=[0.99]")[2]
-    assert item_bytes(more, "copy of a checkpoint") - copy == 4 * parameter_count(build_meta_network(config))
-    assert copy < item_bytes(planned(gpu=True)[2], "copy of a checkpoint") < 2 * copy
+    assert of(more, "trainer") - of(on_cpu, "trainer") >= 4 * parameter_count(build_meta_network(config))
 
 
-@pytest.mark.usefixtures("some_network")
-@pytest.mark.usefixtures("of_two_micro_batches")
+@pytest.mark.usefixtures("some_network", "of_two_micro_batches")
 def test_batches_ahead_and_fixed_patches_are_counted_in_their_stored_dtype(planned: Plan, tmp_path: Path) -> None:
     # 2 held, 3 ahead of the only reader, 2 micro-batches of the step in hand; 8 x 16 x 16 voxels, 2 a batch.
-    assert item_bytes(planned("training.workers=1", "training.prefetch_factor=3")[2], "batches") == 7 * 2 * 2048
-    validating = planned("training.validate_every=5", "training.validate_patches=6")[2]
-    assert item_bytes(validating, "fixed patches") == 6 * 2048
-    assert item_bytes(planned()[2], "fixed patches") == 0
+    ahead = [of(planned("training.workers=1", f"training.prefetch_factor={n}")[2], "trainer") for n in (3, 10)]
+    assert ahead[1] - ahead[0] == 7 * 2 * 2048
+    validating = planned("training.workers=1", "training.prefetch_factor=3", "training.validate_every=5")[2]
+    more = planned(
+        "training.workers=1", "training.prefetch_factor=3", "training.validate_every=5", "training.validate_patches=22"
+    )[2]
+    assert of(validating, "trainer") - ahead[0] == (of(more, "trainer") - ahead[0]) * 16 // 22 == 16 * 2048
     wide = write_array(tmp_path / "wide.zarr", textured((96, 128, 128), dtype="uint16"))
-    two_bytes = planned(f"data.volumes=[{{path: {wide}}}]", "training.prefetch_factor=3")[2]
-    assert item_bytes(two_bytes, "batches") == 7 * 2 * 4096
+    volumes = f"data.volumes=[{{path: {wide}}}]"
+    two_bytes = planned(volumes, "training.workers=1", "training.prefetch_factor=3")[2]
+    assert of(two_bytes, "trainer") - ahead[0] == 7 * 2 * 2048
 
 
 @pytest.mark.usefixtures("some_network")
@@ -138,28 +131,29 @@ def test_a_plan_close_to_the_limit_is_warned_about_with_workers_that_fit(planned
 
 @pytest.mark.usefixtures("some_network")
 @pytest.mark.parametrize(
-    ("name", "remedy"),
+    ("owner", "remedy"),
     [
-        ("training step", "lower training.train_batch_size and raise training.accumulate_steps"),
-        ("regions in flight and ahead", "lower data.regions_in_flight or data.region_size"),
+        ("trainer", "lower training.train_batch_size and raise training.accumulate_steps"),
+        ("store", "lower data.regions_in_flight"),
     ],
 )
-def test_if_fewer_workers_do_not_help_the_warning_names_the_largest_item(planned: Plan, name: str, remedy: str) -> None:
+def test_if_fewer_workers_do_not_help_the_warning_names_the_largest_owner(
+    planned: Plan, owner: str, remedy: str
+) -> None:
     plan = planned("training.workers=2")[2]
-    items = [replace(item, size_bytes=9 * GIB) if item.name == name else item for item in plan.items]
-    large = replace(plan, items=tuple(items), limit=limit(64 * MIB))
+    large = replace(plan, ram=plan.ram | {owner: 9 * GIB}, limit=limit(64 * MIB))
     (problem,) = large.problems()
     assert problem.refused
-    assert f": {name} (9.00 GiB); {remedy}" in problem.text
+    assert f"most of it for {owner} (9.00 GiB); {remedy}" in problem.text
     for word in ("killed", "oom", "out of memory"):  # those who search for kills are not to be alarmed
         assert word not in "\n".join([*large.lines(), problem.text]).lower()
 
 
+@pytest.mark.usefixtures("some_network")
 def test_ranks_of_one_machine_each_need_memory_but_share_one_checkpoint_copy(planned: Plan) -> None:
-    one, three = planned()[2], planned("training.ranks=3")[2]
-    assert item_bytes(three, "reading") == 3 * item_bytes(one, "reading") > 0
-    assert item_bytes(three, "training step") == 3 * item_bytes(one, "training step")
-    assert item_bytes(three, "copy of a checkpoint") == item_bytes(one, "copy of a checkpoint")
+    config, _, one = planned()
+    three, copy = planned("training.ranks=3")[2], sum(checkpoint_sizes(config))
+    assert of(three, "trainer") - copy == 3 * (of(one, "trainer") - copy) > 0
     assert "by 3 ranks on this machine" in three.lines()[0]
     assert "ranks" not in planned("training.ranks=3", "cluster.address=HEAD:6379")[2].lines()[0]
 
@@ -169,17 +163,18 @@ def test_volumes_are_kept_if_they_fit_and_are_read_twice(planned: Plan, monkeypa
     _, data, plan = planned("training.epochs=1000", "training.ranks=2")
     need = Resident.size_bytes(data.job)
     assert need > sum(math.prod(shape_of(split.train)) for split in data.splits)
-    assert item_bytes(plan, "decoded") == need, "once for both ranks"
+    assert of(plan, "volumes") == need, "once for both ranks"
     assert f"volumes {format_size(need)}" in plan.lines()[0]
-    assert item_bytes(planned("training.epochs=1000", "data.resident=0")[2], "decoded") == 0
-    assert item_bytes(planned("training.epochs=1")[2], "decoded") == 0, "most of it would be read once"
-    assert item_bytes(planned("training.epochs=1", "data.resident=1")[2], "decoded") == need
-    assert item_bytes(planned("training.epochs=1000", "data.resident=0.0001")[2], "decoded") == 0
+    assert of(planned("training.epochs=1000", "data.resident=0")[2], "volumes") == 0
+    assert of(planned("training.epochs=1")[2], "volumes") == 0, "most of it would be read once"
+    assert of(planned("training.epochs=1", "data.resident=1")[2], "volumes") == need
+    assert of(planned("training.epochs=1000", "data.resident=0.0001")[2], "volumes") == 0
     kept = {"training.epochs=1000", "training.workers=0"}
-    reading = sum(p.size_bytes for p in planned(*kept)[2].items if p.name == "reading")
+    config, data, _ = planned(*kept)
+    reading = plan_module._reading(config, data)["trainer"]
     for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
-        monkeypatch.setattr(run_plan, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
-        assert item_bytes(planned(*kept)[2], "decoded") == expected
+        monkeypatch.setattr(plan_module, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
+        assert of(planned(*kept)[2], "volumes") == expected
 
 
 @pytest.mark.usefixtures("some_network")
@@ -205,5 +200,5 @@ def test_the_startup_log_says_when_reading_ends_or_why_volumes_are_not_kept(
     assert said("data.resident=0") == ""
     assert "exceed data.resident=0.0001 (GiB)" in said("data.resident=0.0001", "training.epochs=1000")
     assert "the second pass over the volumes ends only at step" in said("training.epochs=1")
-    monkeypatch.setattr(run_plan, "ram_limit", lambda _: limit(5))
+    monkeypatch.setattr(plan_module, "ram_limit", lambda _: limit(5))
     assert "more than half of the free memory" in said("training.epochs=1000")

@@ -51,8 +51,8 @@ from vesuvius.runlog.units import format_duration
 from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import max_indexable_batch
+from vesuvius.training.forecast.plan import num_local_ranks, plan_run
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
-from vesuvius.training.forecast.run_plan import num_local_ranks, plan_run
 from vesuvius.training.ranks.share import single_rank_config
 from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StoppedError, StopRequest

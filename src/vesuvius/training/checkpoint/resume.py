@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,12 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import STATE, load_checkpoint, load_state, step_of
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.trained import DataFacts, TrainedVolume, trained_volumes
+from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, TrainedVolume, trained_volumes
 from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # torch's number of threads
-
-
-@dataclass
-class ResumePoint:
-    """A checkpoint that a run continues from."""
-
-    checkpoint: Path  # its directory
-    step: int  # optimizer steps done
-    state: dict[str, Any]  # its contents; emptied by `restore`
-    drift: list[str]  # permitted config changes, one line each, then their effects
-    accepted: list[str]  # differences that make it another experiment, accepted by --allow-drift
-
-    @property
-    def other_data(self) -> bool:
-        """Whether intensity ranges and quarantine belong to other data; a new plan version alone keeps them valid."""
-        of_data = [line for line in self.accepted if line.startswith(("plan.", "data.", "dtype "))]
-        return any(not line.startswith(_PLAN_VERSION) for line in of_data)
-
-    @property
-    def comparable(self) -> bool:
-        """Whether validation losses before and after the resume are comparable."""
-        return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
 
 
 def run_state(
@@ -75,7 +52,7 @@ def is_finished(checkpoint: Path, config: Config) -> bool:
     return not (progress.validation_due(config) or progress.preview_due(config))
 
 
-def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> ResumePoint:
+def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> CheckpointInfo:
     """Read a verified checkpoint and compare its experiment with the requested one.
 
     Raises ConfigError, with the differences: the order of samples, the model or the meaning of the weights has changed
@@ -93,7 +70,8 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     refused = [line for line in drift if line.startswith(OTHER_EXPERIMENT) and not line.startswith(DRAWS_SAMPLES)]
     if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    stored_voxels = _voxel_properties(DataFacts.from_state(state, path).volumes, state["condition_dtype"])
+    facts = DataFacts.from_state(state, path)
+    stored_voxels = _voxel_properties(facts.volumes, state["condition_dtype"])
     refused += differences(stored_voxels, _voxel_properties(trained_volumes(data), data.job.condition_dtype))
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused
@@ -110,7 +88,11 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
             "model.* or data.volumes[].condition"
         )
     drift = [line for line in drift if line not in refused]
-    return ResumePoint(path, state["step"], state, drift + drift_effects(stored, config, state["step"]), refused)
+    drift += drift_effects(stored, config, state["step"])
+    # A new plan version alone keeps intensity ranges and quarantine valid.
+    of_data = [line for line in refused if line.startswith(("plan.", "data.", "dtype "))]
+    other_data = any(not line.startswith(_PLAN_VERSION) for line in of_data)
+    return CheckpointInfo(path, state["step"], stored, facts, state, drift, refused, other_data)
 
 
 def drift_effects(before: Config, now: Config, step: int) -> list[str]:
@@ -151,19 +133,19 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"plan.{line}{''.join(why for key, why in whys.items() if key in line)}" for line in lines]
 
 
-def restore(resumed: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
+def restore(resumed: CheckpointInfo, step: TrainStep, device: torch.device) -> Progress:
     """Load the state into the training step and release it.  Returns the progress of the run."""
     state = resumed.state
     step.load_state_dict(state)
     requested = os.environ.get(_THREADS)
-    if device.type == "cpu" and state.get("omp_num_threads", requested) == requested:
+    if device.type == "cpu" and state["omp_num_threads"] == requested:
         # The summation order of threads is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
     progress = Progress.from_state(state)
     if resumed.other_data:
         progress.quarantined = []
-    if not resumed.comparable:
-        progress.best = None
+    if resumed.accepted or any(line.startswith("training.validate_patches") for line in resumed.drift):
+        progress.best = None  # validation losses before and after are not comparable
     state.clear()  # frees gigabytes for the rest of the session
     return progress
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
@@ -135,14 +135,19 @@ def voxel_settings(config: DataConfig) -> str:
     return config.model_dump_json(exclude={"store", "resident"})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CheckpointInfo:
-    """A checkpoint without its weights."""
+    """A checkpoint to sample with, or to resume."""
 
     checkpoint: Path
-    step: int  # optimizer steps
+    step: int  # optimizer steps done
     config: Config  # of the run, with overrides
     data: DataFacts  # training data
+    # of a resume:
+    state: dict[str, Any] = field(default_factory=dict)  # its contents; emptied by `restore`
+    drift: list[str] = field(default_factory=list)  # permitted config changes, one line each, then their effects
+    accepted: list[str] = field(default_factory=list)  # other differences, accepted by --allow-drift
+    other_data: bool = False  # intensity ranges and quarantine belong to other data
 
 
 class Denoiser:

@@ -4,10 +4,8 @@ One real step (`TrainStep`: noising, network, loss, backward pass, clipping, Ada
 have a shape and a dtype but no memory, while `Footprint` watches.  The plan therefore follows the code.
 
 The fake tensors are CPU tensors: without CUDA torch refuses fake CUDA tensors, and on meta tensors attention would form
-the full score matrix.  Convolutions, linear layers and attention have the same autocast dtype on both devices.  CUDA
-differs in one respect: autocast computes the norm before attention in float32, which counts as bf16 here (some MiB per
-patch at the lowest level, and every norm with `recompute_norm: false`).  In addition to the step, `TrainingFeed` holds
-5 bytes per voxel that are not planned.
+the full score matrix.  CUDA differs in one respect: autocast computes the norm before attention in float32, which
+counts as bf16 here.  In addition to the step, `TrainingFeed` holds 5 bytes per voxel that are not planned.
 """
 
 from __future__ import annotations
@@ -131,7 +129,6 @@ class MemoryPlan:
 
     @property
     def ram_bytes(self) -> int:
-        """Host memory for a step on a CPU."""
         return int((1 + _CPU_FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
 
@@ -150,10 +147,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
 
 
 def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
-    """Return the largest micro-batch that fits `vram_bytes`, including the reserve; 0 = not even one patch.
-
-    Limited by 2^31 elements per tensor and `LARGEST_PLANNED_BATCH`.
-    """
+    """Largest micro-batch that fits `vram_bytes`, up to `LARGEST_PLANNED_BATCH`; 0 = not even one patch."""
     step = traced_step(config, amp)
     batches = range(1, min(max_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
     return bisect_right(batches, vram_bytes, key=lambda batch: step.plan(batch).vram_bytes)
@@ -166,7 +160,7 @@ def max_indexable_batch(config: Config) -> int:
 
 
 def memory_saving_advice(config: Config) -> str:
-    """Return advice on how to reduce the memory of a single patch.  Pure."""
+    """How to reduce the memory of a single patch.  Pure."""
     norms = "" if config.training.recompute_norm else "set training.recompute_norm=true, "
     return f"{norms}add training.checkpoint_levels, or lower model.channels"
 
@@ -191,7 +185,7 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
 
 @lru_cache(maxsize=8)  # dry run, tune and init request the same step repeatedly
 class TracedStep:
-    """A step on fake tensors, for micro-batches of any size."""
+    """A step on fake tensors."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -202,11 +196,7 @@ class TracedStep:
         self.trace = cache(self._trace)
 
     def plan(self, batch: int) -> MemoryPlan:
-        """Plan of a micro-batch; sizes above three are extrapolated.
-
-        The sequence of operations does not depend on the size, so every figure, including the live memory at each
-        operation, is linear in it and follows from the traces of two and three patches.
-        """
+        """Plan of a micro-batch; every figure is linear in sizes above three, as the operations are the same."""
         if batch <= 3:
             return self.trace(batch)
         two, three = self.trace(2), self.trace(3)
@@ -280,8 +270,7 @@ def _give_gradients(step: TrainStep) -> None:
 class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Tracks every operation while entered, including backward passes and custom functions.
 
-    Independent of the step; on real tensors its figures are measurements.  Memory counts from the operation that
-    allocated it until the last tensor, view or graph holding it is gone; views share a storage and count once.
+    Memory counts until the last tensor, view or graph holding it is gone; views share a storage and count once.
     Kernel-internal allocations are invisible.
 
     Attributes:
@@ -298,7 +287,6 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.restart()
 
     def restart(self) -> None:
-        """Reset the counts; live storages remain."""
         self.history, self.flops = [self.live_bytes], 0
         self.convolution_bytes: list[int] = []
 

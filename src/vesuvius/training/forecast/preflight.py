@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vesuvius.config import Config, TrainingConfig
+from vesuvius.config import Config
 from vesuvius.errors import ConfigError, StorageError, broken_link
 from vesuvius.monitor.probes.cores import task_limits
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
@@ -22,12 +22,11 @@ from vesuvius.stream.options import StreamOptions, check_cluster, check_store, i
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.initial import check_initial_weights, compare_initial, read_initial_weights
-from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
-from vesuvius.training.checkpoint.trained import DataFacts, trained_volumes
-from vesuvius.training.step.optimizer import num_saved_copies
-from vesuvius.training.step.setup import build_meta_network, parameter_count
+from vesuvius.training.checkpoint.resume import read_resume_point
+from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, trained_volumes
+from vesuvius.training.forecast.plan import checkpoint_sizes, fixed_count, plan_resident
+from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
-from vesuvius.training.validation.pictures import PREVIEWED
 from vesuvius.training.validation.validation import measure_spectrum
 from vesuvius.volumes.store.cache import open_cache
 
@@ -51,14 +50,11 @@ class Preflight:
     directory: RunDir  # exists only for a resumed run
     data: PreparedData
     facts: DataFacts  # measured facts about the data; of a resumed run, those it began with
-    resumed: ResumePoint | None  # None = start at step 0
+    resumed: CheckpointInfo | None  # None = start at step 0
     # at step 0: weights of `training.init_from`, on rank 0 and emptied once loaded, their file, and what differs there
     initial: tuple[dict[str, Tensor], Path, list[str]] | None
     fixed: FixedPatches | None  # for validation and previews; None = neither is configured
-    parameters: int  # trainable weights of the network
-    checkpoint_bytes: int  # size of one checkpoint on disk, estimated
-    free_bytes: int  # free space at the run directory
-    resident: tuple[int, str] = (0, "")  # bytes of decoded volumes kept in memory, and why none are
+    resident: tuple[int, str]  # bytes of decoded volumes kept in memory, and why none are
     can_halve: bool = False  # with `train_batch_size: auto` a smaller micro-batch is tried after an OOM
 
 
@@ -122,9 +118,10 @@ def preflight(
     resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
     facts = known if known and known.volumes == trained_volumes(data) else None
     if resumed:
-        facts = None if resumed.other_data else DataFacts.from_state(resumed.state, resumed.checkpoint)
+        facts = None if resumed.other_data else resumed.data
     intensities = facts.intensities if facts else data.intensity_ranges(config.data)
     spectrum = facts.spectrum if facts else measure_spectrum(data, config.data, intensities)
+    facts = DataFacts(trained_volumes(data), intensities, spectrum)
     # Read before the run starts, so that nothing fails weeks later.  A dry run only plans their positions.
     count = fixed_count(config.training, data)
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
@@ -134,26 +131,10 @@ def preflight(
         found = Path(given if os.path.exists(given) else getattr(given, "written", given))
         weights, source = read_initial_weights(found)
         check_initial_weights(network, weights)
-        initial = (
-            weights,
-            source,
-            compare_initial(source, config, DataFacts(trained_volumes(data), intensities, spectrum)),
-        )
-    size, facts = sum(checkpoint_sizes(config)), DataFacts(trained_volumes(data), intensities, spectrum)
-    free = _check_disk(directory.path, size)
-    return Preflight(directory, data, facts, resumed, initial, fixed, parameter_count(network), size, free)
-
-
-def checkpoint_sizes(config: Config) -> list[int]:
-    """Bytes of each tensor of a checkpoint: weights, moments and averages, float32."""
-    weights = build_meta_network(config).parameters()
-    return [weight.numel() * 4 for weight in weights for _ in range(num_saved_copies(weight, config.training))]
-
-
-def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
-    """Number of patches that validations and previews use.  Pure."""
-    validates = training.validate_every > 0 and any(split.validation for split in data.splits)
-    return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
+        initial = weights, source, compare_initial(source, config, facts)
+    _check_disk(directory.path, sum(checkpoint_sizes(config)))
+    resident = plan_resident(config, data, resumed.step if resumed else 0)
+    return Preflight(directory, data, facts, resumed, initial, fixed, resident)
 
 
 def config_warnings(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:
@@ -210,17 +191,15 @@ def check_limits(config: Config, ranks: int, store_bytes: int, cores: int | None
         )
 
 
-def _check_disk(path: Path, checkpoint_bytes: int) -> int:
-    """Free bytes at the location of the run directory.  Raises StorageError."""
+def _check_disk(path: Path, checkpoint_bytes: int) -> None:
+    """Raises StorageError: the run directory cannot be created, or a checkpoint does not fit."""
     if link := broken_link(path):
         raise StorageError(f"Cannot create {path}: {link}")
     there = nearest_existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise StorageError(f"Cannot write to {there} to create {path}; choose another directory")
-    free = free_disk_bytes(there)
-    if checkpoint_bytes > free:
+    if checkpoint_bytes > (free := free_disk_bytes(there)):
         raise StorageError(
             f"A checkpoint of {format_size(checkpoint_bytes)} does not fit on the disk of {path} "
             f"({format_size(free)} free); free some space, lower model.channels or link runs/ to a larger disk"
         )
-    return free

@@ -8,7 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -19,16 +18,31 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import GIB, format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.micro_batch import resolve_micro_batch
+from vesuvius.training.forecast.plan import (
+    RunPlan,
+    checkpoint_sizes,
+    first_pass_samples,
+    num_local_ranks,
+    plan_run,
+    resolve_micro_batch,
+)
 from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
-from vesuvius.training.forecast.run_plan import RunPlan, first_pass_samples, num_local_ranks, plan_resident, plan_run
 from vesuvius.training.ranks.share import RankShare
-from vesuvius.training.step.setup import AmpMode, autocast, choose_device, resolve_amp, uses_channels_last
+from vesuvius.training.step.setup import (
+    AmpMode,
+    autocast,
+    build_meta_network,
+    choose_device,
+    parameter_count,
+    resolve_amp,
+    uses_channels_last,
+)
 from vesuvius.volumes.box import format_box
 
 log = logging.getLogger(__name__)
@@ -68,7 +82,7 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
-    lines.append((info, f"model      {checked.parameters / 1e6:.1f} M parameters, {computed}"))
+    lines.append((info, f"model      {parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, {computed}"))
     lines.append((info, f"batch      {sizes} = {config.global_batch} samples per step"))
     if training.validate_every and not any(split.validation for split in data.splits):
         lines.append((info, "no validation: data.validation.fraction is 0"))
@@ -76,7 +90,6 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
 
 
 def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
-    """Volumes with their split, intensity range and regions, sampling and noise, as read by `world` ranks."""
     data, plan, spectrum, lines = checked.data, checked.data.plan, checked.facts.spectrum, list[str]()
     facts = zip(data.volumes, data.splits, checked.facts.intensities.volumes, plan.volumes, strict=True)
     for index, (volume, split, intensity, planned) in enumerate(facts):
@@ -103,7 +116,6 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
 
 
 def _resident_lines(config: Config, checked: Preflight) -> list[str]:
-    """Whether decoded volumes are kept in memory, and from which step on nothing is read."""
     size_bytes, refusal = checked.resident
     if not size_bytes:
         return [f"  resident not used: {refusal}"] if refusal else []
@@ -138,7 +150,6 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
     done = checked.resumed.step if checked.resumed else 0
-    checked = replace(checked, resident=plan_resident(config, checked.data, done))
     lines = startup_lines(config, checked, world, resume, directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     left = max(config.stop_step - done, 0)
@@ -147,13 +158,13 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     yield from (f"memory     {line}" for line in [*chosen, *plan.lines()])
     permanent = config.horizon_steps // training.keep_every if training.keep_every else 0
     count = training.keep_last + 2 + permanent  # including the last and the best
-    need = count * checked.checkpoint_bytes
+    size, free = sum(checkpoint_sizes(config)), free_disk_bytes(nearest_existing(directory.path))
     yield (
-        f"disk       {format_size(need)} for up to {count} checkpoints of {format_size(checked.checkpoint_bytes)}, "
-        f"{format_size(checked.free_bytes)} free"
+        f"disk       {format_size(count * size)} for up to {count} checkpoints of {format_size(size)}, "
+        f"{format_size(free)} free"
     )
     warned = [line for level, line in lines if level == logging.WARNING]
-    if need > checked.free_bytes:
+    if count * size > free:
         warned.append("checkpoints will not fit on the disk; lower training.keep_last or raise training.keep_every")
     problems = plan.problems()
     warned += [problem.text for problem in problems if not problem.refused]
@@ -165,7 +176,6 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
 
 
 def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
-    """Predicted time per step and for `steps` steps."""
     device = choose_device()
     amp = resolve_amp(config.training.amp, device)
     flops = (plan.step or plan_memory(config, amp=amp)).flops_per_step

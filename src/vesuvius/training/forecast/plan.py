@@ -1,7 +1,7 @@
-"""Memory plan of a run for dry run, doctor, init and tune, and the advice after the GPU ran out of memory.
+"""Memory plan of a run for train, dry run, doctor, init and tune, and the advice after the GPU ran out of memory.
 
-GPU memory comes from tracing a step (`memory_plan.py`); host memory is that of readers, object store, Ray and trainer,
-computed from the config and the base memory of empty processes.
+GPU memory comes from tracing a step (`memory_plan.py`); host memory is computed from the config and the base memory of
+empty processes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
-from vesuvius.config import Config
+from vesuvius.config import Config, TrainingConfig
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.loader.resident import RESIDENT_SHARE, ram_limit
 from vesuvius.monitor.memory.limits import MemoryLimit
@@ -34,14 +35,17 @@ from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import (
+    CONTEXT_BYTES,
     LARGEST_PLANNED_BATCH,
     MemoryPlan,
     largest_batch,
+    max_indexable_batch,
     memory_saving_advice,
     plan_memory,
 )
-from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
-from vesuvius.training.step.setup import choose_device, resolve_amp
+from vesuvius.training.step.optimizer import num_saved_copies
+from vesuvius.training.step.setup import build_meta_network, choose_device, resolve_amp
+from vesuvius.training.validation.pictures import PREVIEWED
 
 _MIB = 2**20
 
@@ -54,21 +58,78 @@ _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 # Freed blocks fragment the object store, and Ray's limit is soft: 1.1 to 1.25 times the need was observed.
 _STORE_HOLES = 0.125
 
+VRAM_SHARE = 0.92
+"""Share of GPU memory to plan with, as kernels, fragmentation and validations are not planned exactly."""
+_RAM_SHARE = 0.4  # share of host memory for steps on a CPU; readers and volumes use the rest
 _WARN_SHARE = 0.8
 _NOT_HERE = "--vram-gib"
-
+# Settings to lower for less host memory, by its owner.
+_REMEDIES = {
+    "readers": "training.workers",
+    "store": "data.regions_in_flight",
+    "Ray": "training.workers",
+    "trainer": "training.train_batch_size and raise training.accumulate_steps, or lower data.regions_in_flight",
+    "volumes": "data.resident",
+}
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
-class RamItem:
-    """One item of peak host memory."""
+class MicroBatchFit:
+    """A chosen micro-batch, its planned step and a log line."""
 
-    owner: str  # readers, store, Ray, trainer or volumes
-    name: str
-    size_bytes: int
-    setting: str = "training.workers"  # to lower for less memory
-    shared: bool = False  # by all ranks on the machine
+    config: Config  # `auto` replaced by numbers
+    step: MemoryPlan
+    fits: bool
+    line: str
+
+
+def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBatchFit:
+    """Choose the largest divisor of a rank's share of the effective batch whose step fits; 1 if none does.
+
+    Takes seconds for a new network.  Raises ConfigError: a tensor of one patch has 2^31 elements.
+
+    `available_bytes` is as from `device_memory_bytes`, `gpu` whether this is GPU memory, here or elsewhere.
+    """
+    patches = config.training.micro_batch * config.training.accumulate_steps
+    largest = max(min(patches, max_indexable_batch(config)), 1)
+    for size in (size for size in range(largest, 0, -1) if patches % size == 0):
+        chosen = config.with_micro_batch(size)
+        # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
+        planned = chosen if config.training.ranks == 1 else chosen.with_training(accumulate_steps=2)
+        step = plan_memory(planned, amp=None if gpu else resolve_amp(config.training.amp, torch.device("cpu")))
+        need_bytes = step.vram_bytes if gpu else step.ram_bytes
+        if fits := need_bytes <= (VRAM_SHARE if gpu else _RAM_SHARE) * available_bytes:
+            break
+    sizes, room = f"{size} x {chosen.training.accumulate_steps}", format_size(available_bytes)
+    none = "" if fits else ", too little for even one patch"
+    line = f"micro-batch {sizes}: {format_size(need_bytes)} of {room} by the memory plan{none}"
+    return MicroBatchFit(chosen, step, fits, line)
+
+
+def device_memory_bytes(config: Config, device: torch.device) -> int:
+    """Memory available to a rank: what other programs leave of its GPU, including CUDA's own share, or its share of the
+    host's limit.
+    """
+    if device.type == "cpu":
+        return ram_limit(config.monitor.ram_limit_gib).total_bytes // num_local_ranks(config)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return min(free_bytes + torch.cuda.memory_reserved(device) + CONTEXT_BYTES, total_bytes)
+
+
+def resolve_micro_batch(
+    config: Config, available_bytes: int | None = None, gpu: bool | None = None
+) -> tuple[Config, list[str]]:
+    """Replace `auto` by numbers and return a log line; a config without `auto` is returned unchanged.
+
+    Arguments are those of `fit_micro_batch`; None = this machine's device.
+    """
+    if config.training.train_batch_size != "auto":
+        return config, []
+    device = choose_device()
+    available_bytes = device_memory_bytes(config, device) if available_bytes is None else available_bytes
+    found = fit_micro_batch(config, available_bytes, device.type == "cuda" if gpu is None else gpu)
+    return found.config, [found.line]
 
 
 @dataclass(frozen=True)
@@ -85,25 +146,20 @@ class RunPlan:
 
     config: Config
     data: PreparedData
-    items: tuple[RamItem, ...]  # host memory
+    ram: Mapping[str, int]  # bytes of host memory by owner: readers, store, Ray, trainer, volumes
     limit: MemoryLimit  # of host memory
-    step: MemoryPlan | None = None  # on a GPU; None = the step runs on the CPU and is in `items`
+    step: MemoryPlan | None = None  # on a GPU; None = the step runs on the CPU
     vram_bytes: int = 0  # memory of that GPU
     vram_free_bytes: int = 0
     gpu_name: str = ""
 
     @property
     def ram_bytes(self) -> int:
-        return sum(item.size_bytes for item in self.items)
-
-    def owner_bytes(self, owner: str) -> int:
-        """Sum for readers, store, Ray or trainer."""
-        return sum(item.size_bytes for item in self.items if item.owner == owner)
+        return sum(self.ram.values())
 
     def lines(self) -> list[str]:
         """Report lines: host memory by owner, and GPU memory."""
-        names = dict.fromkeys(item.owner for item in self.items)
-        owners = ", ".join(f"{name} {format_size(self.owner_bytes(name))}" for name in names)
+        owners = ", ".join(f"{owner} {format_size(size)}" for owner, size in self.ram.items())
         ranks = f" by {n} ranks on this machine" if (n := num_local_ranks(self.config)) > 1 else ""
         of = f"{format_size(self.limit.total_bytes)} ({self.limit.name})"
         lines = [f"RAM {format_size(self.ram_bytes)} planned of {of}{ranks}: {owners}"]
@@ -121,10 +177,10 @@ class RunPlan:
         need = 0 if self.step is None else self.step.vram_bytes
         if need > self.vram_bytes:
             largest = largest_batch(config, self.vram_bytes)
-            remedy = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
+            fewer = f"set training.train_batch_size={largest} and raise training.accumulate_steps"
             text = (
                 f"training.train_batch_size {config.training.micro_batch} does not fit: {format_size(need)} needed, "
-                f"{format_size(self.vram_bytes)} of GPU memory; {remedy if largest else memory_saving_advice(config)}"
+                f"{format_size(self.vram_bytes)} of GPU memory; {fewer if largest else memory_saving_advice(config)}"
             )
             found.append(Problem(text, True))
         elif need > self.vram_free_bytes:
@@ -132,14 +188,16 @@ class RunPlan:
             found.append(Problem(f"only {free} of GPU memory are free; nvidia-smi shows what uses the rest", False))
         allowed = _WARN_SHARE * self.limit.total_bytes
         if self.ram_bytes > allowed:
-            largest_item, fewer = max(self.items, key=lambda item: item.size_bytes), range(config.training.workers)
-            plans = {n: plan_ram(config.with_training(workers=n), self.data, self.step is not None) for n in fewer}
-            fit = [n for n, items in plans.items() if sum(item.size_bytes for item in items) <= allowed]
+            owner, gpu = max(self.ram, key=self.ram.__getitem__), self.step is not None
+            plans = {
+                n: plan_ram(config.with_training(workers=n), self.data, gpu) for n in range(config.training.workers)
+            }
+            fit = [n for n, ram in plans.items() if sum(ram.values()) <= allowed]
             text = (
                 f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of "
-                f"{format_size(self.limit.total_bytes)} ({self.limit.name}), "
-                f"most of it for {largest_item.owner}: {largest_item.name} ({format_size(largest_item.size_bytes)}); "
-                + (f"start with training.workers={fit[-1]}" if fit else f"lower {largest_item.setting}")
+                f"{format_size(self.limit.total_bytes)} ({self.limit.name}), most of it for {owner} "
+                f"({format_size(self.ram[owner])}); "
+                + (f"start with training.workers={fit[-1]}" if fit else f"lower {_REMEDIES[owner]}")
             )
             # The machine with the planned GPU may have more memory.
             here = self.gpu_name != _NOT_HERE or config.monitor.ram_limit_gib is not None
@@ -158,21 +216,22 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
     limit = ram_limit(config.monitor.ram_limit_gib)
     if vram_gib is None and device.type == "cpu":
         return RunPlan(config, data, plan_ram(config, data, False), limit)
-    items, step = plan_ram(config, data, True), plan_memory(config)
+    ram, step = plan_ram(config, data, True), plan_memory(config)
     if vram_gib is not None:
         size = int(vram_gib * GIB)
-        return RunPlan(config, data, items, limit, step, size, size, _NOT_HERE)
+        return RunPlan(config, data, ram, limit, step, size, size, _NOT_HERE)
     gpu, free = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)[0]
-    return RunPlan(config, data, items, limit, step, gpu.total_memory, free, gpu.name)
+    return RunPlan(config, data, ram, limit, step, gpu.total_memory, free, gpu.name)
 
 
-def plan_ram(config: Config, data: PreparedData, gpu: bool) -> tuple[RamItem, ...]:
-    """Host memory of all ranks on this machine, or of one rank in a cluster.  Raises like `plan_run`."""
-    ranks = num_local_ranks(config)
-    items = [*_readers(config, data), *_trainer(config, data, gpu), *_network(config, gpu)]
-    items = [item if item.shared else replace(item, size_bytes=item.size_bytes * ranks) for item in items]
-    items.append(RamItem("volumes", "decoded", plan_resident(config, data)[0], "data.resident", shared=True))
-    return tuple(item for item in items if item.size_bytes)
+def plan_ram(config: Config, data: PreparedData, gpu: bool) -> dict[str, int]:
+    """Peak host memory of all ranks on this machine, or of one rank in a cluster, by owner.  Raises like `plan_run`."""
+    ranks, ram = num_local_ranks(config), _reading(config, data)
+    ram["trainer"] = ram.get("trainer", 0) + _trainer_bytes(config, data, gpu)
+    ram = {owner: size * (1 if owner == "Ray" else ranks) for owner, size in ram.items()}
+    ram["trainer"] += sum(_host_bytes(size, gpu) for size in checkpoint_sizes(config))  # a save's copy, on rank 0
+    ram["volumes"] = plan_resident(config, data)[0]
+    return {owner: size for owner, size in ram.items() if size}
 
 
 def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[int, str]:
@@ -190,7 +249,7 @@ def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[in
     if second_pass_ends > config.stop_step:
         return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
-    readers = ranks * sum(item.size_bytes for item in _readers(config, data))
+    readers = ranks * sum(_reading(config, data).values())
     if need + readers > RESIDENT_SHARE * (limit.total_bytes - limit.used_bytes):
         return 0, f"{volumes} and their readers would take more than half of the free memory"
     return need, ""
@@ -204,15 +263,15 @@ def first_pass_samples(config: Config, data: PreparedData) -> int:
 
 
 def num_local_ranks(config: Config) -> int:
-    """Number of ranks on this machine; 1 in a cluster."""
+    """Ranks on this machine; 1 in a cluster."""
     ranks = config.training.ranks
     if config.cluster.address is not None:
         return 1
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
 
 
-def _readers(config: Config, data: PreparedData) -> list[RamItem]:
-    """Memory of readers (in processes of their own or, with `workers: 0`, in the trainer), object store and Ray."""
+def _reading(config: Config, data: PreparedData) -> dict[str, int]:
+    """Memory of a rank's readers, object store and Ray; with `workers: 0` of the trainer, which reads itself."""
     job, workers, cores = data.job, config.training.workers, os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
@@ -225,7 +284,7 @@ def _readers(config: Config, data: PreparedData) -> list[RamItem]:
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
         blocks = (job.plan.regions_in_flight + REGIONS_AHEAD) * job.block_bytes
-        return [RamItem("trainer", "reading", blocks + scratch + staged, "data.regions_in_flight or data.region_size")]
+        return {"trainer": blocks + scratch + staged}
     # In a longer run, the readers of two Ray Data executions overlap during the handover.
     all_tasks = job.tasks(0, config.stop_step * config.global_batch)
     tasks = sum(1 for _ in itertools.islice(all_tasks, TASKS_PER_SEGMENT + 1))
@@ -237,40 +296,35 @@ def _readers(config: Config, data: PreparedData) -> list[RamItem]:
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
     idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
     ray = _RAY_BYTES + idle if config.cluster.address is None else 0  # a cluster's Ray is not part of the run
-    return [
-        RamItem("readers", f"{readers} processes", readers * _READER_BYTES),
-        RamItem("readers", "blocks", readers * READER_RING * job.block_bytes, "data.region_size"),
-        RamItem("readers", "decoding", readers * scratch),
-        RamItem("readers", "fetched ahead", readers * staged),
-        RamItem("store", "regions in flight and ahead", store, "data.regions_in_flight or data.region_size"),
-        RamItem("Ray", "its own processes", ray, shared=True),
-    ]
+    of_reader = _READER_BYTES + READER_RING * job.block_bytes + scratch + staged
+    return {"readers": readers * of_reader, "store": store, "Ray": ray}
 
 
-def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamItem]:
-    """Host memory of the trainer without the network."""
+def _trainer_bytes(config: Config, data: PreparedData, gpu: bool) -> int:
+    """Host memory of a rank's trainer, without what it reads and the copy of a checkpoint."""
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
     ahead = (BATCHES_IN_USE + batches_ahead(options)) * batch
     in_hand = config.training.accumulate_steps * batch + gpu * BATCHES_IN_USE * _host_bytes(batch, gpu)
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
-    return [
-        RamItem("trainer", "process", _TRAINER_BYTES),
-        RamItem("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
-        RamItem("trainer", "batches", ahead + in_hand, "training.prefetch_factor or training.train_batch_size"),
-        RamItem("trainer", "fixed patches", fixed, "training.validate_patches"),
-    ]
+    step = _CUDA_HOST_BYTES if gpu else _step_bytes(config)
+    return _TRAINER_BYTES + ahead + in_hand + fixed + step
 
 
-def _network(config: Config, gpu: bool) -> list[RamItem]:
-    """A training step on a CPU, and the pending copy of a checkpoint."""
-    step = 0 if gpu else plan_memory(config, amp=resolve_amp(config.training.amp, torch.device("cpu"))).ram_bytes
-    snapshot = sum(_host_bytes(size, gpu) for size in checkpoint_sizes(config))
-    batch = "training.train_batch_size and raise training.accumulate_steps, or lower model.channels"
-    return [
-        RamItem("trainer", "training step", step, batch),
-        RamItem("trainer", "copy of a checkpoint", snapshot, "model.channels", shared=True),  # on rank 0
-    ]
+def _step_bytes(config: Config) -> int:
+    return plan_memory(config, amp=resolve_amp(config.training.amp, torch.device("cpu"))).ram_bytes
+
+
+def checkpoint_sizes(config: Config) -> list[int]:
+    """Bytes of each tensor of a checkpoint: weights, moments and averages."""
+    weights = build_meta_network(config).parameters()
+    return [weight.numel() * 4 for weight in weights for _ in range(num_saved_copies(weight, config.training))]
+
+
+def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
+    """Number of patches that validations and previews use.  Pure."""
+    validates = training.validate_every > 0 and any(split.validation for split in data.splits)
+    return max(training.validate_patches if validates else 0, PREVIEWED if training.preview_every else 0)
 
 
 def _host_bytes(size: int, gpu: bool) -> int:
@@ -285,8 +339,7 @@ def gpu_memory_error(
 
     `saved_step`: step of the checkpoint with all finished steps, or None if none was saved.
     """
-    use = read_vram(device, new_window=False)
-    what_to_do = remedy(config)
+    use, what_to_do = read_vram(device, new_window=False), remedy(config)
     if saved_step is None:  # a run that failed at its start left nothing to resume
         what_to_do = what_to_do.replace("continue with --resume", "run it again with")
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # torch's other figures are in the table
