@@ -59,6 +59,6 @@ def resolve_ranks(request: Request, launched: int | None) -> Request:
 def _ranks_so_far(config: Config) -> int | None:
     try:
         stored = yaml.safe_load((run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8"))
-        return int(stored["training"].get("ranks", 1))  # runs of earlier versions had one
+        return int(stored["training"]["ranks"])
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None

@@ -46,7 +46,8 @@ from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_
 from vesuvius.training.forecast.start_log import log_ranks, startup_lines
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.failure import RankError
-from vesuvius.training.ranks.ranks import SINGLE, Ranks, open_ranks
+from vesuvius.training.ranks.join import open_ranks
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.ranks.share import launched_world_size, rank_share
 from vesuvius.training.reporting.monitoring import (
     log_previous_death,

@@ -21,7 +21,8 @@ from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, ConfigError, DataError
 from vesuvius.training.ranks import ranks as module
 from vesuvius.training.ranks.failure import RankError, RankLostError
-from vesuvius.training.ranks.ranks import Ranks, open_ranks
+from vesuvius.training.ranks.join import open_ranks
+from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.ranks.share import launched_world_size
 
 WORLD = 3
@@ -277,15 +278,15 @@ def test_variables_that_name_no_rank_are_refused_with_their_names(
 JOINS = """
 import logging, os, sys
 from vesuvius.errors import VesuviusError
-from vesuvius.training.ranks import ranks
+from vesuvius.training.ranks import join
 logging.basicConfig(level=logging.WARNING)
-ranks._MISSING_S = 1.0
+join._MISSING_S = 1.0
 for pair in sys.argv[2:]:
     rank, name, value = pair.split(":", 2)
     if rank in ("*", os.environ["RANK"]):
         os.environ[name] = value
 try:
-    with ranks.open_ranks("cpu", float(sys.argv[1])) as found:
+    with join.open_ranks("cpu", float(sys.argv[1])) as found:
         print("joined", found.rank)
 except VesuviusError as error:
     print(type(error).__name__, error)
@@ -334,7 +335,7 @@ HANGS = """
 import os, signal, sys, threading, time
 from vesuvius.training.ranks import failure
 from vesuvius.training.ranks.failure import RankError
-from vesuvius.training.ranks.ranks import open_ranks
+from vesuvius.training.ranks.join import open_ranks
 failure._UNWIND_S = 1.0
 with open_ranks("cpu", float(sys.argv[1])) as ranks:
     ranks.sync_step(lambda: None, {})

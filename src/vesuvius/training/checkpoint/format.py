@@ -70,7 +70,7 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def load_weights_file(path: Path) -> dict[str, Tensor]:
-    """Weights of a `.safetensors` file, by name, on the CPU.  Raises StorageError."""
+    """Weights by name, on the CPU.  Raises StorageError."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -120,7 +120,6 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Step of a checkpoint, from its name."""
     return int(path.name.rpartition("step_")[2])
 
 
@@ -217,7 +216,6 @@ def stored_averages(path: Path) -> list[str]:
 
 
 def weights_file(average: str) -> str:
-    """File name of an average's weights."""
     return "model.safetensors" if average == "ema" else f"model_{average}.safetensors"
 
 

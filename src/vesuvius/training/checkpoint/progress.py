@@ -59,7 +59,6 @@ class Progress:
     _session_start: float = field(default_factory=time.monotonic)
 
     def advance(self, samples: int) -> None:
-        """Count one step and its samples."""
         self.step += 1
         self.sample_index += samples
 
@@ -100,12 +99,10 @@ class Progress:
 
     @property
     def session_s(self) -> float:
-        """Seconds since this session began."""
         return time.monotonic() - self._session_start
 
     @property
     def total_s(self) -> float:
-        """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
     def mark_reported(self, step: int) -> None:
@@ -123,7 +120,6 @@ class Progress:
         return seconds if limit_s is None else min(seconds, limit_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
         return {key: getattr(self, key) for key in _COUNTS} | {
             "quarantined": list(self.quarantined),
             "best": None if self.best is None else vars(self.best).copy(),
@@ -144,7 +140,6 @@ class Progress:
 
 
 def box_of(record: Record) -> Box:
-    """Voxels of a quarantine record."""
     (z0, y0, x0), (z1, y1, x1) = record["box"]
     return (z0, y0, x0), (z1, y1, x1)
 
@@ -177,5 +172,4 @@ def without_cleared(records: Sequence[Record], path: Path) -> list[Record]:
 
 
 def region_key(record: Record) -> tuple[str, int, Box]:
-    """Volume, its index in the config, and box."""
     return record["volume"], record["number"], box_of(record)

@@ -125,8 +125,7 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     whys = {
         ".foreground:": " (the mask, its level, the set of stored chunks, or how vesuvius counts it has changed)",
-        ".train:": " (the volume, its labels or mask has changed, or the run is of a version that did not hold the "
-        "same slab out of all entries of one array)",
+        ".train:": " (the volume, its labels or mask has changed)",
     }
     named = [{f"volumes[{n}]": volume for n, volume in enumerate(plan["volumes"])} for plan in (before, now)]
     lines = differences(flatten(before | {"volumes": None} | named[0]), flatten(now | {"volumes": None} | named[1]))
@@ -151,7 +150,6 @@ def restore(resumed: CheckpointInfo, step: TrainStep, device: torch.device) -> P
 
 
 def _voxel_properties(volumes: Sequence[TrainedVolume], condition_dtype: str | None) -> dict[str, Any]:
-    """Properties of the stored voxels that a run depends on."""
     lie = [f"{format_sizes(v.condition_factors)} at {format_sizes(v.condition_offsets)}" for v in volumes]
     return {
         "dtype of the volumes": ", ".join(volume.dtype.name for volume in volumes),

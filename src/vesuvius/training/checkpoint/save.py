@@ -55,11 +55,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time on a background thread.  A context manager that waits for the last one.
 
     A checkpoint that cannot be copied or written is logged, and the run may continue; other exceptions are raised by
-    the next call.  Arguments are those of `save_checkpoint`.
-
-    Attributes:
-        ended: records of finished saves, for the caller to remove: step, seconds, bytes, saved_time (since 1970); of
-            failed ones step and text.
+    the next call.  `ended` has a record of each finished or failed (`text`) save, for the caller to remove.
     """
 
     def __init__(self, directory: Path, training: TrainingConfig, config_yaml: str) -> None:
@@ -103,7 +99,6 @@ class CheckpointWriter:
         return self._error
 
     def _write(self, step: int) -> None:
-        """Write the snapshot; runs on the writer's thread."""
         started = time.monotonic()
         try:
             path = save_checkpoint(self._directory, step, self._snapshot.state, self._config_yaml, self._training)
@@ -123,8 +118,7 @@ class CheckpointWriter:
 class Snapshot:
     """Host copy of a state, in reused buffers: fresh memory is filled several times more slowly.
 
-    2.8 against 15 GB/s on 2 cores of an AMD EPYC.  Buffers for GPU tensors are pinned; torch rounds their size up to a
-    power of two.
+    Buffers for GPU tensors are pinned; torch rounds their size up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -132,10 +126,7 @@ class Snapshot:
         self.state: dict[str, Any] = {}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Copy nested dicts, lists and tuples of tensors and plain data over the previous copy; waits for it.
-
-        Raises StorageError: the copy does not fit into host memory.
-        """
+        """Copy a state over the previous one; waits for it.  Raises StorageError: it does not fit into host memory."""
         tensors = tensors_in(state)
         if [_layout(buffer) for buffer in self._buffers] != [_layout(tensor) for tensor in tensors]:
             self._buffers, self.state = [], {}  # free the old buffers first
@@ -175,12 +166,8 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint `step`, replacing one of the same step, point `best` to the best one, and prune the others.
 
-    Args:
-        directory: `runs/<name>/checkpoints`; if it moves meanwhile, the checkpoint is written where it is.
-        state: tensors and plain data that `torch.load(weights_only=True)` can read; "averages" by name, each with its
-            "weights" by name; "best" with the "step" of the best checkpoint, or None.
-        config_yaml: resolved config of the run.
-        training: `keep_last` and `keep_every` decide which other checkpoints are kept.
+    If `directory` moves meanwhile, the checkpoint is written where it is.  `state` holds tensors and plain data:
+    "averages" by name, each with its "weights" by name; "best" with the "step" of the best checkpoint, or None.
 
     Raises StorageError: the disk is full or not writable; older checkpoints are untouched, and nothing is left behind.
     """
@@ -222,13 +209,10 @@ def _save_in(folder: Path, step: int, state: dict[str, Any], config_yaml: str, t
 
 def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
     """Write all files of a checkpoint, the manifest last, and flush them to disk."""
-    averages: dict[str, dict[str, Any]] = state["averages"]
-    without_weights = {
-        name: {key: value for key, value in average.items() if key != "weights"} for name, average in averages.items()
-    }
-    write_state(partial / STATE, state | {"averages": without_weights})
+    averages = {name: dict(average) for name, average in state["averages"].items()}
     for name, average in averages.items():
-        _write_weights(partial / weights_file(name), average["weights"])
+        _write_weights(partial / weights_file(name), average.pop("weights"))
+    write_state(partial / STATE, state | {"averages": averages})
     (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
     digests = {path.name: digest(path) for path in sorted(partial.iterdir())}
     manifest = {"format": FORMAT, "step": step, "files": digests}
@@ -307,5 +291,4 @@ def _write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
@@ -49,10 +49,9 @@ class TrainedVolume:
     dtype: np.dtype[Any]  # stored dtype of its voxels
     voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None if unknown
     shape_zyx: Triple
-    # condition_factors, condition_offsets: alignment of the condition, as in `Alignment`
+    # alignment of the condition, as in `Alignment`
     condition_factors: Fractions
     condition_offsets: Fractions
-    # train, validation: the split
     train: Box
     validation: Box | None
 
@@ -72,7 +71,6 @@ class DataFacts:
         return sizes.pop() if len(sizes) == 1 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the facts as tensors and plain data."""
         volumes = [
             vars(volume)
             | {"dtype": volume.dtype.name}
@@ -92,9 +90,8 @@ class DataFacts:
         volumes = []
         try:
             for stored in state["volumes"]:
-                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}
-                known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
-                volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
+                alignment = {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
+                volumes.append(TrainedVolume(**stored | alignment | {"dtype": np.dtype(stored["dtype"])}))
             intensities, conditions = (
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
@@ -151,10 +148,10 @@ class CheckpointInfo:
 
 
 class Denoiser:
-    """A trained network on a device, as a `Denoise`, with its autocast dtype `amp` and number of `parameters`."""
+    """A trained network on a device, as a `Denoise`."""
 
     def __init__(self, info: CheckpointInfo, weights: str, schedule: Schedule, device: torch.device) -> None:
-        """Reads the weights.  Raises like `load_weights`, and StorageError if they belong to another network."""
+        """Raises like `load_weights`, and StorageError if the weights belong to another network."""
         self._device, self._schedule = device, schedule
         self.amp: AmpMode = resolve_amp(info.config.training.amp, device)
         self.network = build_network(info.config, device).eval()
@@ -170,7 +167,6 @@ class Denoiser:
 
     @torch.no_grad()
     def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
-        """Prediction of the network for x_t [B, C, Z, Y, X] at timesteps [B]."""
         with autocast(self._device, self.amp):
             return predict(self.network, self._schedule, x_t, t, condition)
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, synchronize between steps, and learn of failures.
+"""How the ranks of a run synchronize between steps, and learn of failures.
 
 Tensors travel through torch.distributed (NCCL on GPUs, gloo on CPUs), small messages through a TCPStore on rank 0.
 Every wait for a message ends: with the message, with the failure of a rank, or after `timeout_s`.
@@ -10,11 +10,10 @@ import json
 import logging
 import os
 import pickle
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -23,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vesuvius.errors import EXIT_ERROR, ConfigError, NonFiniteError, VesuviusError, one_line
-from vesuvius.threads import BoundedCall, on_thread
+from vesuvius.errors import EXIT_ERROR, NonFiniteError, VesuviusError, one_line
+from vesuvius.threads import BoundedCall
 from vesuvius.training.ranks.failure import Abort, RankError, RankLostError, exit_code_of, is_network_error
-from vesuvius.training.ranks.share import launched_world_size
 
 log = logging.getLogger(__name__)
 
-_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # not declared by torch
 _START, _FAILED, _STOPPING = "start", "failed", "stopping"
 _POLL_S = 0.5
 _PIECE_BYTES = 4 * 2**20  # the store's limit is 8 MiB per value
@@ -39,8 +36,6 @@ _SUSPENDED_S = 5.0  # longer than the pauses of a busy machine
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks from a slow store and wait out an outage
 _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to disconnect from the store
-_MISSING_S, _MISSING_EVERY_S = 10.0, 300.0  # until a missing rank is reported, and the longest time between two reports
-_NAMED = 8
 
 
 Stop = tuple[int, str]  # exit code and reason of a requested stop
@@ -75,7 +70,7 @@ class Ranks:
         return self.rank == 0
 
     def send(self, value: object, rank: int | None = None) -> None:
-        """On rank 0, send a picklable value to all others, or to one `rank`; they wait for it in `receive`."""
+        """On rank 0, send a picklable value to all others, or to one `rank`, which wait for it in `receive`."""
         if self._store is not None:
             key, payload = _START if rank is None else f"{_START}{rank}", pickle.dumps(value)
             pieces = [payload[i : i + _PIECE_BYTES] for i in range(0, len(payload), _PIECE_BYTES)]
@@ -84,10 +79,7 @@ class Ranks:
             self._store.set(key, str(len(pieces)))
 
     def receive(self, mine: bool = False) -> Any:
-        """On the others, return a value that rank 0 sends: to all, or (`mine`) to this rank, which then deletes it.
-
-        Raises RankError: rank 0 failed or did not respond.
-        """
+        """On the others, return a value that rank 0 sends to all, or to this rank (`mine`).  Raises RankError."""
         action, key = "check the config and the volumes", f"{_START}{self.rank}" if mine else _START
         keys = [f"{key}/{n}" for n in range(int(self._get(key, 0, action, max(self.timeout_s, _PREFLIGHT_S))))]
         pieces = []
@@ -99,13 +91,13 @@ class Ranks:
 
     def reduce_min(self, value: int) -> int:
         """On rank 0, return the minimum over all ranks; the others return their own value.  Raises RankError."""
-        if self._store is None:
+        if self.world == 1:
             return value
-        if not self.is_main:
-            self._store.set(f"min/{self.rank}", str(value))
-            return value
-        others = [int(self._get(f"min/{rank}", rank, "report its memory")) for rank in range(1, self.world)]
-        return min(value, *others)
+        keys = {rank: f"min/{rank}" for rank in range(1, self.world)}
+        if self.is_main:
+            return min(value, *map(int, self._get_all(keys, "report its memory")))
+        self._store.set(keys[self.rank], str(value))
+        return value
 
     def send_local(self, value: str) -> None:
         """On the first rank of each machine, send a text to the others there, which wait in `receive_local`."""
@@ -122,15 +114,10 @@ class Ranks:
     ) -> tuple[Stop | None, list[Mapping[str, Any]]]:
         """Agree before a step whether to stop, and collect messages on rank 0, with three store calls per rank.
 
-        This does not travel with the losses, which arrive at the end of a step: a rank without data can stop together
-        with the others only before the step.  A gloo all-reduce took longer.  No host waits for a GPU here.
-
-        Args:
-            pending_stop: called at the start and during the wait, as the other ranks may be waiting for data.
-            message: plain data for rank 0.
+        A rank without data can stop together with the others only before the step.  No host waits for a GPU here.
+        `pending_stop` is also called during the wait, as the other ranks may be waiting for data.
 
         Returns the first stop that was announced, the same on all ranks, or None; on rank 0 also the messages by rank.
-
         Raises RankError: a rank failed or did not respond.
         """
         if (stop := pending_stop()) is not None:
@@ -153,7 +140,7 @@ class Ranks:
         return (tuple(json.loads(agreed)) if agreed != b"null" else None), messages if self.is_main else []
 
     def _keys_of(self, sync_index: int) -> list[str]:
-        """Store keys of a synchronization: of rank 0's answer, and of each other rank's message."""
+        """Store keys of rank 0's answer, and of each other rank's message."""
         return [f"step/{sync_index}", *(f"step/{sync_index}/{rank}" for rank in range(1, self.world))]
 
     def announce_stop(self, stop: Stop) -> None:
@@ -170,7 +157,7 @@ class Ranks:
         while not (on_gpu or work.is_completed()):
             if self.failure is not None:
                 raise self.failure
-            time.sleep(_nap_s(time.monotonic() - began))
+            time.sleep(nap_s(time.monotonic() - began))
         work.wait()  # raises if the collective failed
 
     def sum(self, tensor: Tensor) -> None:
@@ -240,7 +227,7 @@ class Ranks:
         self.abort.ended.set()
 
     def watch(self) -> None:
-        """Start watching for stops and failures of other ranks, so that hanging collectives are aborted."""
+        """Start watching for stops and failures of other ranks."""
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def _tell_failure(self, error: BaseException) -> None:
@@ -251,7 +238,7 @@ class Ranks:
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
     def _get(self, key: str, rank: int, action: str, limit_s: float | None = None, failing: bool = True) -> bytes:
-        """Wait for a key set by `rank`.  Raises RankError: a rank failed first, or the wait timed out."""
+        """Wait for a key set by `rank`.  Raises like `_get_all`."""
         return self._get_all({rank: key}, action, limit_s, failing)[0]
 
     def _get_all(
@@ -262,7 +249,7 @@ class Ranks:
         failing: bool = True,
         pending_stop: PendingStop = lambda: None,
     ) -> list[bytes]:
-        """Wait for one key from each of these ranks.  Raises like `_get`."""
+        """Wait for one key from each of these ranks.  Raises RankError: a rank failed first, or the wait timed out."""
         limit_s = limit_s or self.timeout_s
         began = time.monotonic()
         try:
@@ -279,7 +266,7 @@ class Ranks:
                     )
                     self._tell_failure(lost)  # the watch thread of the hanging rank kills it
                     raise lost
-                time.sleep(_nap_s(waited_s))
+                time.sleep(nap_s(waited_s))
             return cast(list[bytes], self._store.multi_get(list(keys.values())))
         except RuntimeError as error:
             if self.failure is not None:
@@ -290,7 +277,7 @@ class Ranks:
         """Poll for failures, and kill this process if rank 0 is suspended: store calls then block forever."""
         poll, polled_s = BoundedCall(self._poll, _POLL_S), time.monotonic()
         answered_s = polled_s
-        while self._known_failure is None and not self.abort.ended.wait(_POLL_S):
+        while (failure := self.failure or self._own_failure) is None and not self.abort.ended.wait(_POLL_S):
             try:
                 poll()
             except RuntimeError as error:  # from the store
@@ -302,12 +289,8 @@ class Ranks:
             if (silent_s := polled_s - answered_s) > min(_STORE_SILENT_S, self.timeout_s):
                 log.error("no answer from rank 0 for %.0f s; killing rank %d", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
-        if self._known_failure is not None:
-            self.abort.kill_if_hung(self._known_failure, self.rank, self.timeout_s)
-
-    @property
-    def _known_failure(self) -> RankError | None:
-        return self.failure or self._own_failure
+        if failure is not None:
+            self.abort.kill_if_hung(failure, self.rank, self.timeout_s)
 
     def _poll(self) -> None:
         """Take over announced stops and failures; on rank 0, delete the keys of finished synchronizations."""
@@ -330,112 +313,6 @@ SINGLE = Ranks()
 """A run of one rank."""
 
 
-@contextmanager
-def open_ranks(device_type: str, timeout_s: float) -> Iterator[Ranks]:
-    """Join the ranks named by the environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT), or be a single one.  `device_type` is "cuda" or "cpu".
-
-    Raises ConfigError: the environment does not say where the others are; RankLostError: not all ranks joined.
-    """
-    world = launched_world_size()
-    if world is None or world == 1:
-        yield Ranks()
-        return
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK") or 0)
-    if device_type == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
-    try:
-        if not dist.is_initialized():  # as Ray Train does
-            joined = _join(rank, world, timeout_s)
-            wait = timedelta(seconds=timeout_s)
-            dist.init_process_group(backend, store=joined, rank=rank, world_size=world, timeout=wait)
-        store = _open_store(rank, world, timedelta(seconds=timeout_s))
-    except VesuviusError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        kind = ConfigError if isinstance(error, ValueError) else RankLostError  # Ray Train restarts it
-        raise kind(
-            f"rank {rank} of {world} could not join the others within {timeout_s:g} s: {one_line(error)}; start all "
-            "ranks with torchrun or training.ranks, check that MASTER_ADDR and MASTER_PORT are reachable, and raise "
-            "cluster.rank_timeout_minutes if they only start slowly"
-        ) from error
-    ranks = Ranks(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), timeout_s, _store=store)
-    ranks.watch()
-    try:
-        yield ranks
-    finally:
-        ranks.close()
-
-
-def _join(rank: int, world: int, timeout_s: float) -> Any:
-    """Wait until all ranks have connected to a store at MASTER_ADDR and MASTER_PORT, and log who is missing.
-
-    Raises ConfigError: the address cannot be used, or another process has this RANK; RuntimeError: ranks are missing.
-    """
-    host, port, store = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], None
-    # torchrun starts another attempt after a failure, and may keep the store.
-    keys = [f"joined/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{one}" for one in range(world)]
-    opening = on_thread(_connect, rank, world, host, int(port), timeout_s, name="rank-join")
-    began, reports_s = time.monotonic(), _MISSING_S
-    while True:
-        if store is None and opening.done():
-            store = opening.result()
-            if store.add(keys[rank], 1) > 1:
-                raise ConfigError(f"RANK={rank} belongs to another process at {host}:{port}; each needs its own RANK")
-        if store is not None and store.check(keys):
-            return store
-        waited_s = time.monotonic() - began
-        if waited_s >= min(reports_s, timeout_s):
-            missing = [one for one, key in enumerate(keys) if not store.check([key])] if store else [0]
-            named = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
-            text = f"rank {named} of {world} has not connected to MASTER_ADDR={host} MASTER_PORT={port}"
-            if waited_s >= timeout_s:
-                raise RuntimeError(text)
-            log.warning(
-                "%s after %.0f s (rank %d waits up to %.0f s); start it with these variables, WORLD_SIZE=%d and its "
-                "own RANK, check that the address is reachable, or unset the variables to train as one rank",
-                *(text, waited_s, rank, timeout_s, world),
-            )
-            reports_s += min(reports_s, _MISSING_EVERY_S)
-        time.sleep(_nap_s(waited_s))
-
-
-def _connect(rank: int, world: int, host: str, port: int, timeout_s: float) -> Any:
-    """Connect to the store, which is on rank 0 or, with torchrun, in its agent.  Raises ConfigError."""
-    until = time.monotonic() + _MISSING_S
-    while True:
-        try:
-            socket.getaddrinfo(host, port)
-            break
-        except (OSError, UnicodeError) as error:  # the name of a node that starts may be unknown for a while
-            if time.monotonic() > until:
-                text = f"MASTER_ADDR={host} cannot be resolved: {error}; set it to the address of rank 0"
-                raise ConfigError(text) from error
-            time.sleep(_POLL_S)
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    wait = timedelta(seconds=timeout_s)
-    try:
-        return _tcp_store(host, port, world, is_master=serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
-        if "listen" in str(error):
-            text = f"rank 0 cannot listen on MASTER_PORT={port}: {one_line(error)}; choose a free port for all ranks"
-            raise ConfigError(text) from error
-        raise
-
-
-def _open_store(rank: int, world: int, wait: timedelta) -> Any:
-    """A store on rank 0, separate from torch's own, through which its address is exchanged."""
-    host = os.environ["MASTER_ADDR"]
-    if rank == 0:
-        server = _tcp_store(host, 0, world, is_master=True, timeout=wait, wait_for_workers=False)
-        dist.broadcast_object_list([server.port])
-        return server
-    port: list[Any] = [None]
-    dist.broadcast_object_list(port)
-    return _tcp_store(host, port[0], world, is_master=False, timeout=wait, wait_for_workers=False)
-
-
-def _nap_s(waited_s: float) -> float:
+def nap_s(waited_s: float) -> float:
     """Sleep time between two polls: adds at most 5 % to a wait.  Pure."""
     return min(max(waited_s / 20, 1e-4), 0.05)
