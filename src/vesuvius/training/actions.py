@@ -38,10 +38,7 @@ class GuardActions:
         self._run.stop.request(EXIT_GUARD, f"memory guard: {order.reason}", logging.ERROR)
 
     def execute(self, feed: DeviceFeed, monitor: Monitor, longest_step_s: float) -> None:
-        """Execute the guard's pending order, and report the loop's status to the monitor.
-
-        `longest_step_s`: of recent steps, without pauses.
-        """
+        """Execute the guard's pending order, and report the loop's status to the monitor."""
         order, self._options = monitor.order, feed.stream.options
         self._kept = self._kept or feed.stream.has_resident
         self._readers_again = feed.stream.num_readers_without_resident

@@ -57,7 +57,6 @@ def diagnose(step: TrainStep, feed: TrainingFeed, batches: Sequence[MicroBatch])
 
     @torch.no_grad()  # recomputed blocks must not save additional tensors
     def check(name: str, arguments: tuple[Any, ...], output: Tensor) -> None:
-        """Check the output of a layer until one is not finite.  Waits for the device."""
         if not first_bad and (bad := ~torch.isfinite(output).flatten(1).all(1)).any():
             inputs = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
             largest = max((float(x.abs().where(torch.isfinite(x), 0).max()) for x in inputs), default=0.0)

@@ -46,8 +46,7 @@ _LOOK_EVERY_S = 1.0  # for the run directory
 class TrainingLoop:
     """Runs optimizer steps; between steps it executes memory-guard orders and runs periodic tasks.
 
-    `feed` delivers the patches of `job` to the device, `batches` adds noise and conditions; `micro_batch` patches are
-    computed at a time.
+    `feed` delivers patches to the device, `batches` adds noise and conditions, `micro_batch` are computed at a time.
     """
 
     def __init__(
@@ -129,9 +128,9 @@ class TrainingLoop:
 
     def _open_resident(self) -> Resident | None:
         """Copy of the volumes in memory, shared by the ranks of this machine; None if none is kept."""
+        ranks = self.run.ranks
         if not self.run.checked.resident[0]:
             return None
-        ranks = self.run.ranks
         try:
             if ranks.local_rank > 0:
                 return Resident(self.job, ranks.receive_local(), ranks.local_world)
@@ -177,12 +176,10 @@ class TrainingLoop:
     def _one_step(self, clock: StepClock, reporter: StepReporter, batch: TrainingBatch) -> None:
         """Run one optimizer step over all micro-batches of its global batch, and report finished steps.
 
-        Raises StreamInterrupted: a stop came while waiting for a further micro-batch; StoppedError: the step took too
-        long after a stop.  The step counts as not begun.
+        Raises StreamInterrupted, StoppedError: a stop came during the step, which counts as not begun.
         """
-        config, progress = self.run.config, self.run.progress
+        config, progress, share = self.run.config, self.run.progress, self.run.share
         lr = learning_rate(progress.step, config.training)
-        share = self.run.share
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         delivered: list[MicroBatch] = []
         for t in np.split(timesteps[share.positions], share.accumulate_steps):
@@ -205,8 +202,8 @@ class TrainingLoop:
     def _report(self, reporter: StepReporter, wait: bool = False) -> None:
         """Log finished steps.  Raises NonFiniteError if this is the only rank.
 
-        Several ranks all get this error, but not at the same time: the first stops all before the next step, as rank 0
-        cannot save behind an incomplete sum.
+        Several ranks get it at different times: the first stops all before the next step, as rank 0 cannot save behind
+        an incomplete sum.
         """
         try:
             reporter.report(wait)

@@ -28,15 +28,11 @@ class PeriodicTasks:
     def __init__(
         self, run: RunContext, train_step: TrainStep, reference: ValidationPatches | None, writer: CheckpointWriter
     ) -> None:
-        self._run = run
-        self._progress = run.progress
-        self._train_step = train_step
-        self._reference = reference
-        self._writer = writer
+        self._run, self._progress, self._train_step = run, run.progress, train_step
+        self._reference, self._writer = reference, writer
         self._saved = self._done()  # last state passed to the writer, also in an earlier session
 
     def is_scheduled(self) -> bool:
-        """Whether `run_scheduled` has something to do."""
         progress, config = self._progress, self._run.config
         alone = self._run.ranks.is_main and (progress.preview_due(config) or self._save_due())
         return alone or progress.validation_due(config)
@@ -58,7 +54,7 @@ class PeriodicTasks:
             self.save()
 
     def run_all_now(self) -> None:
-        """Validate and save regardless of the schedule, so that memory reaches its peak.  Raises StorageError."""
+        """Validate and save now, so that memory reaches its peak.  Raises StorageError."""
         if self._reference is not None and self._reference.held_out and self._run.ranks.is_main:
             self._validate()
         if (failure := self.save_last()) is not None:
@@ -93,7 +89,6 @@ class PeriodicTasks:
             return None
 
     def record_saves(self) -> None:
-        """Record finished and failed saves, which the writer has logged."""
         while self._writer.ended:
             ended = self._writer.ended.popleft()
             failed = {"event": "save_failed"} if "text" in ended else {}
@@ -106,7 +101,6 @@ class PeriodicTasks:
         return self._saved != self._done() and (is_multiple or self._saved[0] == step)
 
     def _done(self) -> tuple[int, int, int]:
-        """Identity of a checkpoint."""
         return self._progress.step, self._progress.validated_step, self._progress.previewed_step
 
     def _stops(self, awaited: str) -> bool:
@@ -121,11 +115,9 @@ class PeriodicTasks:
         """Validate all sets of weights; returns whether the EMA weights have a new best error."""
         assert self._reference is not None
         assert self._reference.held_out
-        started, progress, step = time.monotonic(), self._progress, self._train_step
+        started, progress, step, ranks = time.monotonic(), self._progress, self._train_step, self._run.ranks
         denoisers = {name: step.denoiser(name) for name in step.weight_names}
-        spectrum = self._run.checked.facts.spectrum
-        stop = partial(self._stops, "batch of a validation")
-        ranks = self._run.ranks
+        spectrum, stop = self._run.checked.facts.spectrum, partial(self._stops, "batch of a validation")
         result = validate(self._run.config, self._reference, step.schedule, spectrum, denoisers, stop, ranks)
         if result is None:
             return False
@@ -162,10 +154,8 @@ class PeriodicTasks:
                 partial(self._stops, "sampling step of a preview"),
             )
         except OSError as error:  # such as a full disk
-            log.error(
-                "cannot write the preview of step %d: %s; %s; training continues",
-                *(progress.step, error, disk_remedy(error)),
-            )
+            text = "cannot write the preview of step %d: %s; %s; training continues"
+            log.error(text, progress.step, error, disk_remedy(error))
             run.metrics.write("event", event="preview_failed", step=progress.step, text=str(error))
             progress.previewed_step = progress.step
             return

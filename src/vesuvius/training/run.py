@@ -74,16 +74,10 @@ _LOCK_WAIT_S = 120.0
 def train(request: Request, *, ranks: Ranks = SINGLE, stop: StopRequest | None = None) -> int:
     """Train, or continue training, until the last step or a request to stop.
 
-    Args:
-        ranks: trainer processes of the run, including this one.
-        stop: stop request to use; by default a new one for signals and `training.max_hours`.
+    `stop` is by default a new request, for signals and `training.max_hours`.
 
-    Returns EXIT_OK, or the exit code of a stop (75 for SIGTERM and time, 130 for Ctrl-C).
-
-    Raises:
-        ConfigError: the run exists and `resume` is false, or it was another experiment.
-        DataError: a volume cannot be read.
-        NonFiniteError, GpuMemoryError, StorageError: see their docstrings.  The last checkpoint is intact.
+    Returns EXIT_OK, or the exit code of a stop (75 for SIGTERM and time, 130 for Ctrl-C).  Raises VesuviusError: the
+    last checkpoint is intact.
     """
     with stop or StopRequest(request.config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if ranks.is_main:
@@ -193,12 +187,8 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
     config, facts = request.config, request.facts
     checkpoint = newest_checkpoint(directory.checkpoints) if request.resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
-        log.info(
-            "%s is already finished: %s reaches the requested step %d",
-            directory.path,
-            checkpoint.name,
-            config.stop_step,
-        )
+        text = "%s is already finished: %s reaches the requested step %d"
+        log.info(text, directory.path, checkpoint.name, config.stop_step)
         return EXIT_OK
     known = None if facts is None else read_facts(facts, config.data)
     checked = preflight(
@@ -251,7 +241,6 @@ def _removed_if_start_fails(directory: RunDir) -> Iterator[None]:
 
 
 def _open_log(directory: RunDir) -> None:
-    """Create the folders of a rank's directory and open its log.  Raises StorageError."""
     with directory.writing():
         directory.make_folders()
         open_log(directory.log)
@@ -312,16 +301,9 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
 def _record_start(run: RunContext) -> None:
     """Record the step at which this session begins; later records of earlier sessions become void."""
     progress, resumed = run.progress, run.checked.resumed
-    run.metrics.write(
-        "run_start",
-        name=run.config.name,
-        session=progress.sessions,
-        step=progress.step,
-        validated_step=progress.validated_step,
-        previewed_step=progress.previewed_step,
-        drift=resumed.drift if resumed else [],
-        accepted=resumed.accepted if resumed else [],
-    )
+    done = {name: getattr(progress, name) for name in ("step", "validated_step", "previewed_step")}
+    changes = {"drift": resumed.drift if resumed else [], "accepted": resumed.accepted if resumed else []}
+    run.metrics.write("run_start", name=run.config.name, session=progress.sessions, **done, **changes)
 
 
 def _train(run: RunContext, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
@@ -365,9 +347,8 @@ def _train(run: RunContext, train_step: TrainStep, make_tuner: MakeTuner | None)
     if stop.exit_code is None or finished:
         log.info("done: step %d", progress.step)
         if count := len(progress.quarantined):
-            log.warning(
-                "damaged regions in quarantine: %d; list them with `vesuvius quarantine %s`", count, config.name
-            )
+            text = "damaged regions in quarantine: %d; list them with `vesuvius quarantine %s`"
+            log.warning(text, count, config.name)
         return EXIT_OK
     if stop.exit_code in (EXIT_OK, EXIT_DATA):  # a completed profile; the reason says how to continue
         log.info("ended after step %d: %s", progress.step, stop.reason)

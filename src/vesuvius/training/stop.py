@@ -35,9 +35,8 @@ class StoppedError(Exception):
 class StopRequest:
     """Turns signals and a time limit into a request that the loop checks after each step.
 
-    A second SIGTERM or Ctrl-C ends the process at once; the last checkpoint stays intact.  The others (`STOP_SIGNALS`)
-    are not counted: when a terminal closes, SIGHUP is sent several times, SIGXCPU is repeated every second, and
-    schedulers send SIGTERM after them.  A context manager, which restores the signal handlers.
+    A second SIGTERM or Ctrl-C ends the process at once.  The others (`STOP_SIGNALS`) are not counted: they are sent
+    several times, and schedulers send SIGTERM after them.  A context manager, which restores the signal handlers.
 
     `ending` says in the log what a command does that ends at once; a second signal then does nothing.
     """
@@ -66,7 +65,6 @@ class StopRequest:
                 signal.signal(number, signal.SIG_IGN if repeats else handler)
 
     def time_left_s(self) -> float | None:
-        """Seconds until the time limit; None without one."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def is_requested(self) -> bool:
@@ -93,7 +91,6 @@ class StopRequest:
         return self.requested_for_s() >= _FINISH_S
 
     def raise_if_requested(self) -> None:
-        """Raise StoppedError if the run should end now."""
         if self.is_requested():
             raise StoppedError
 
@@ -126,12 +123,10 @@ class StopRequest:
 
 
 def run_unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
-    """Return or raise what `work` does, unless a stop is requested first.
+    """Return or raise what `work` does on a thread.  Raises StoppedError: `stopping()` became true first.
 
-    Runs on its own thread, because Python handles signals only in the main thread, and not while it reads from an
-    unresponsive store.  After a stop the thread is abandoned; `commands/cli.py: end_soon` does not wait for it.
-
-    Raises StoppedError: `stopping()` became true first.
+    Python handles signals in the main thread, and not while it reads from an unresponsive store.  After a stop the
+    thread is abandoned.
     """
     done = on_thread(work, name="before-the-run")
     while not stopping():

@@ -56,8 +56,6 @@ def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
 
 @dataclass
 class OpenSession:
-    """A session in progress."""
-
     record: SessionRecord  # contents of `session.json`
     exit_code: int = EXIT_ERROR  # when it ends
 
@@ -80,7 +78,7 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
 @contextmanager
 def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     """`metrics.jsonl`, and other consumers of its records: TensorBoard, Prometheus, trackers."""
-    monitor = config.monitor
+    monitor, settings = config.monitor, flatten(redacted(config.model_dump(mode="json")))
     listeners: list[Callable[[dict[str, object]], None]] = []
     with ExitStack() as opened:
         if monitor.tensorboard:
@@ -89,16 +87,11 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
         if monitor.prometheus_port is not None:
             listeners.append(opened.enter_context(Exporter(monitor.prometheus_port, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
-            begin = partial(TRACKERS[name], config.name, directory.path, _settings(config))
+            begin = partial(TRACKERS[name], config.name, directory.path, settings)
             listeners.append(opened.enter_context(Tracker(f"monitor.trackers {name}", begin)).take)
         metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics
-
-
-def _settings(config: Config) -> dict[str, object]:
-    """Redacted config for experiment trackers."""
-    return flatten(redacted(config.model_dump(mode="json")))
 
 
 @contextmanager

@@ -39,21 +39,14 @@ _MAX_NAMED = 4  # samples with a non-finite loss in a message
 
 
 class RankTelemetry:
-    """Telemetry sent to rank 0 before each step: timing of the last step, node, memory, and new quarantine records.
-
-    Attributes:
-        times: step number and times of this rank's last step.
-        slowest: slowest rank of the last step that all ranks reported; None = unknown.
-    """
+    """Telemetry sent to rank 0 before each step: timing of the last step, node, memory, and new quarantine records."""
 
     def __init__(self, run: RunContext) -> None:
-        self._run = run
-        self._num_sent = len(run.progress.quarantined)
-        self.times: tuple[int, StepTimes] | None = None
-        self.slowest: int | None = None
+        self._run, self._num_sent = run, len(run.progress.quarantined)
+        self.times: tuple[int, StepTimes] | None = None  # of this rank's last step, and its number
+        self.slowest: int | None = None  # rank of the last step that all ranks reported; None = unknown
 
     def collect(self) -> dict[str, Any]:
-        """Return plain data about this rank since the last call."""
         new = self._run.progress.quarantined[self._num_sent :]
         self._num_sent += len(new)
         message: dict[str, Any] = {"quarantined": new, "times": None}
@@ -112,11 +105,7 @@ class StepReporter:
         machine: Monitor,
         diagnose: Callable[[Sequence[MicroBatch]], Diagnosis],
     ) -> None:
-        self._run = run
-        self._clock = clock
-        self._stream = stream
-        self._machine = machine
-        self._diagnose = diagnose
+        self._run, self._clock, self._stream, self._machine, self._diagnose = run, clock, stream, machine, diagnose
         self.telemetry = RankTelemetry(run)
         self.verdicts = Verdicts(run, stream, machine)
         self._launched: deque[LaunchedStep] = deque()
@@ -125,7 +114,6 @@ class StepReporter:
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.share)
 
     def add_launched(self, step: LaunchedStep) -> None:
-        """Register a launched step; its batches are kept until it is reported."""
         self._launched.append(step)
 
     def report(self, wait: bool = False) -> None:

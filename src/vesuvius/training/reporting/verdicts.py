@@ -48,9 +48,7 @@ class Verdicts:
     """
 
     def __init__(self, run: RunContext, stream: PatchStream, machine: Monitor) -> None:
-        self._run = run
-        self._stream = stream
-        self._machine = machine
+        self._run, self._stream, self._machine = run, stream, machine
         self.last: Verdict | None = None
         self._options = stream.options
         self._num_excluded = _AT_START
@@ -63,7 +61,6 @@ class Verdicts:
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        """Start a new window after this step."""
         self._step = step
         self._times: list[StepTimes] = []
         self._working: list[int] = []
@@ -74,7 +71,6 @@ class Verdicts:
         self._before = self._stream.reader_totals, self._stream.feeder_stats
 
     def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
-        """Add a step, counted from 1; `vram_bytes` is reserved and total."""
         every = self._run.config.monitor.verdict_every
         if every == 0 and not self._held:
             return

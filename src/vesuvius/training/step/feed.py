@@ -63,7 +63,6 @@ class TrainingBatch:
     stored: Batch  # the batch as it was read
 
     def rows(self, of: slice) -> TrainingBatch:
-        """A slice of the batch, sharing its memory."""
         condition = None if self.condition is None else self.condition[of]
         return TrainingBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.rows(of))
 
@@ -87,7 +86,6 @@ class TrainingFeed:
             yield stream
 
     def next(self, clock: StepClock) -> TrainingBatch:
-        """The next batch, on the device."""
         batch, stored = self._feed.next(clock)
         with clock.waiting():
             eps = self._noise.result()[: len(stored.samples)]

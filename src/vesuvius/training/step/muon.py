@@ -115,10 +115,7 @@ class Muon(torch.optim.AdamW):
 
 
 class _Stacks:
-    """Kernels sorted by side and shape of their matrices, and one buffer with all momenta.
-
-    A kernel's part of a buffer has the kernel's memory layout, so its columns are permuted for channels-last kernels.
-    """
+    """Kernels sorted by side and shape of their matrices, and one buffer with all momenta, in the kernels' layout."""
 
     def __init__(self, kernels: Sequence[Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
         padded = common_sides([_short(kernel) for kernel in kernels])

@@ -88,13 +88,10 @@ def network_convolutions(config: Config, batch: int) -> list[Convolution]:
 def convolution_errors(
     convolution: Convolution, device: torch.device, amp: AmpMode, channels_last: bool = False, backward: bool = True
 ) -> dict[str, float]:
-    """Compare a convolution and its gradients under autocast with float32.  Touches no global generator.
+    """Relative errors (norms) of a convolution and its gradients under autocast.  Touches no global generator.
 
     All patches run together in 16 bits, as in a step, and one by one in float32: together that would need more memory
     than the step (`MemoryPlan.self_test_bytes`).
-
-    Returns the relative error (norm of the difference over the norm of the float32 result) of the output and of the
-    gradients of input, weight and bias.
     """
     generator = torch.Generator(device).manual_seed(2)
 

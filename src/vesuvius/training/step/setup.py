@@ -35,12 +35,10 @@ def configure_kernels(device: torch.device, config: TrainingConfig) -> None:
 
 
 def parameter_count(network: nn.Module) -> int:
-    """Number of trainable weights."""
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
 def execution(config: TrainingConfig) -> Execution:
-    """How the network is computed eagerly; changes neither the weights nor, beyond rounding, the result."""
     return Execution(config.recompute_norm, config.checkpoint_levels)
 
 

@@ -44,11 +44,9 @@ class StepOutcome:
 
 
 class PendingOutcome:
-    """Outcome of a step, on its way from the device.
+    """Outcome of a step, copied to pinned memory right after it, so that reading it does not wait for later work.
 
-    Its figures are copied to pinned memory right after the step, so reading them once it has finished does not wait for
-    later work.  `scalars` are the fields of `StepOutcome` except the losses, in order; `losses` those of each
-    micro-batch.
+    `scalars` are the fields of `StepOutcome` except the losses, in order; `losses` those of each micro-batch.
     """
 
     def __init__(self, scalars: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
@@ -82,9 +80,7 @@ class TrainStep:
         device: torch.device,
         ranks: Ranks = SINGLE,
     ) -> None:
-        self._config = config
-        self.schedule = schedule.to(device)
-        self._device = device
+        self._config, self._device, self.schedule = config, device, schedule.to(device)
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
         self._sync = GradientSync(self.network, config.global_batch, ranks)
@@ -181,7 +177,6 @@ class TrainStep:
         return result
 
     def drop(self) -> None:
-        """Discard the accumulated gradient and losses."""
         self.optimizer.zero_grad(set_to_none=True)
         self._loss, self._losses = torch.zeros((), device=self._device), []
 
@@ -202,8 +197,7 @@ class TrainStep:
         """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.
 
         The host reads them a step or more late.  Steps that it has launched by then must not train on after
-        `max_nonfinite` bad ones, so the count lives on the device and stays at the limit once it is reached.  The final
-        weights are those before the last bad step, on a GPU as on a CPU.
+        `max_nonfinite` bad ones, so the count lives on the device and stays at the limit once it is reached.
         """
         loss_finite = torch.isfinite(self._loss)
         finite = torch.isfinite(grad_norm) & loss_finite
@@ -231,7 +225,6 @@ class TrainStep:
         return denoise
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resume needs of this object, as tensors and plain data."""
         return {
             "model": dict(self.network.state_dict()),
             "optimizer": self.optimizer.state_dict(),

@@ -182,10 +182,10 @@ def with_charts(
 ) -> Image.Image:
     """A montage with histograms and radial power spectra below it, `height` pixels high.
 
-    Non-finite curves, or parts of curves, are left out.  Uses no pyplot, so no figure stays open.
+    Non-finite parts of curves are left out.  Uses no pyplot, so no figure stays open.
 
     Args:
-        textures: name in the legend -> texture, real first.
+        textures: by name in the legend, real first.
         intensity: intensities of the model values -1 and +1; None if they differ between volumes.
     """
     # imported here, because most sessions draw nothing for hours
@@ -236,16 +236,11 @@ def make_preview(
 ) -> dict[str, Any] | None:
     """Generate patches, write `samples/step_<step>.png` atomically, and return the record of the preview.
 
-    Row n of the picture shows patch n of the reference and a patch generated from its labels (or without labels, if the
-    model has none).  A patch depends on (seed, n) and its labels alone: the pictures of a run show the same patches
-    improve.  The curves are means over the generated patches and over the whole reference.
+    Row n of the picture shows patch n of the reference and a patch generated from its labels, if the model has any.  A
+    patch depends on (seed, n) and its labels alone: the pictures of a run show the same patches improve.
 
-    Args:
-        schedule: on the device that generates, as are the reference's conditions; at least PREVIEWED patches.
-        stop: polled after each sampling step; if it returns True, nothing is written and None is returned.
-
-    Returns picture (relative to `run`), figures of both sets and their distances; with a warning in the log, NaN if
-    generated values are not finite.
+    Returns picture (relative to `run`), figures of both sets and their distances, which are NaN with a warning if
+    generated values are not finite; None, and nothing is written, if `stop` returns True after a sampling step.
     """
 
     def stop_if_wanted(step: int, x: Tensor) -> None:
@@ -253,7 +248,6 @@ def make_preview(
             raise StoppedError
 
     def draw(row: int, with_condition: bool = True) -> NDArray[np.float32]:
-        """Model values [Z, Y, X], generated from the condition of that patch of the reference or without it."""
         condition, diffusion, shape = reference.condition([row]), config.diffusion, (1, *config.data.patch_size)
         if condition is not None and not with_condition:
             condition, diffusion = torch.zeros_like(condition), diffusion.model_copy(update={"sampler_guidance": 1.0})

@@ -42,7 +42,7 @@ class Texture:
 
 @dataclass(frozen=True, eq=False)
 class PatchTexture:
-    """Contribution of one patch to a `Texture`; `power` and later fields are invalid if voxels are not finite."""
+    """Contribution of one patch to a `Texture`; from `power` on invalid if voxels are not finite."""
 
     counts: Float64
     nonfinite: int
@@ -59,7 +59,6 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
 
 
 def measure_patch(patch: NDArray[np.float32]) -> PatchTexture:
-    """Measure one patch [Z, Y, X]."""
     finite, frequency = np.isfinite(patch), shell_frequencies(patch.shape)
     clipped = np.clip(patch[finite], HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1])
     counts = np.histogram(clipped, HISTOGRAM_EDGES)[0].astype(np.float64)
@@ -94,10 +93,9 @@ def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
 def _structure(values: Float64) -> Float64:
     """Sums over a finite patch of l1 - l2 and of l1; their quotient is its planarity.
 
-    l1 >= l2 >= l3 are eigenvalues of the local structure tensor at every second voxel of each axis, so each position is
-    weighted by its gradient.  Sheets change in one direction, so l2 is small; fibres in two; noise yields about 0.5, as
-    few voxels are never isotropic.  Of a large patch only boxes at its corners are measured, because all of it takes
-    seconds. Source: Westin et al. 2002 for the measure; Foerstner 1986 for the tensor.
+    l1 >= l2 >= l3 are eigenvalues of the local structure tensor at every second voxel of each axis.  Sheets change in
+    one direction, so l2 is small; fibers in two; noise yields about 0.5, as few voxels are never isotropic.  Of a large
+    patch only boxes at its corners are measured.  Sources: Westin et al. 2002; Foerstner 1986 for the tensor.
     """
     ends = [[slice(None)] if size <= 2 * _CORNER else [slice(_CORNER), slice(-_CORNER, None)] for size in values.shape]
     sums = np.zeros(2)

@@ -64,7 +64,6 @@ class ValidationPatches:
         return normalised(patches, self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
-        """Condition input for these patches, on the device."""
         stored = self._fixed.conditions
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
         return self._conditioner(raw, self._volumes(rows))
@@ -127,7 +126,6 @@ class ValidationResult:
         return self.weights[BEST_BY_WEIGHTS].relative_error
 
     def record(self) -> dict[str, Any]:
-        """Plain data for metrics.jsonl."""
         weights = {name: vars(of) | {"relative_error": of.relative_error} for name, of in self.weights.items()}
         headline = {key: weights[BEST_BY_WEIGHTS][key] for key in ("loss", "relative_error")}
         return headline | {"patches": self.patches, "bin_edges": self.bin_edges, "weights": weights}
@@ -176,7 +174,6 @@ def validate(
     computes the previous one, and waits for the device only at the end.
 
     Args:
-        schedule: on the device of the reference's conditioner.
         spectrum: of training patches; determines the stationary Wiener filter.
         denoisers: by set of weights; includes `BEST_BY_WEIGHTS`.
         stop: polled before each batch; None is returned if it becomes true on any rank.
