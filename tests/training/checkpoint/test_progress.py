@@ -48,12 +48,6 @@ def test_the_time_left_follows_the_mean_pace_including_pauses(monkeypatch: pytes
     assert Progress.from_state(progress.state_dict()).time_left(config) is None
 
 
-def test_steps_after_the_one_that_stopped_the_run_do_not_count() -> None:
-    progress = Progress(step=10, sample_index=80)
-    progress.rewind_to(7, 8)
-    assert (progress.step, progress.sample_index) == (7, 56)
-
-
 @pytest.mark.parametrize(("index", "begins_at"), [(24, 24), (26, 26), (25, 36)])
 def test_a_resume_begins_at_a_sample_the_ranks_can_share_or_at_the_next_full_batch(
     index: int, begins_at: int, caplog: pytest.LogCaptureFixture

@@ -32,12 +32,6 @@ def test_ranks_share_each_position_once_in_micro_batches_that_fit(
     assert shares[0].micro_batch <= batch
 
 
-def test_the_configured_number_of_ranks_uses_the_configured_micro_batch() -> None:
-    share = rank_share(config(3, 5, 4), 2, 4)
-    assert (share.micro_batch, share.accumulate_steps) == (3, 5)
-    assert share.positions[:3].tolist() == [2, 6, 10]
-
-
 def test_an_indivisible_batch_is_refused_with_valid_numbers_of_ranks() -> None:
     with pytest.raises(ConfigError, match="batch of 12 samples is not divisible by 5 ranks; use 4 or 6 ranks"):
         rank_share(config(3, 1, 4), 0, 5)

@@ -151,17 +151,6 @@ def test_a_window_counts_only_its_own_work(judged: Callable[..., Judged]) -> Non
     assert record["read_s"] is None
 
 
-def test_restarted_readers_begin_a_new_window(judged: Callable[..., Judged]) -> None:
-    one = judged(verdict_every=20)
-    one.steps(1, 8)
-    one.path.options = replace(one.path.options, workers=1)
-    one.steps(9, 9, replace(SOME, step_s=6.0, data_s=5.05))  # the start of the new reader
-    one.steps(10, 20)
-    ((step, steps),) = one.windows
-    assert (step, steps) == (20, 9)
-    assert one.records[0]["step_s"] == pytest.approx(9.0)
-
-
 @pytest.mark.parametrize(("cores", "cause"), [(8.0, "workers too few"), (3.0, "decoding")])
 def test_idle_cores_and_reader_cores_are_considered(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, cores: float, cause: str

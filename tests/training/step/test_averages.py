@@ -11,7 +11,7 @@ from torch import nn
 
 from vesuvius.training.step.optimizer import MovingAverage, load_averages
 
-APPLIED, SKIPPED = torch.tensor(True), torch.tensor(False)
+APPLIED = torch.tensor(True)
 
 
 def make_network() -> nn.Module:
@@ -41,17 +41,6 @@ def test_an_average_follows_its_recurrence_with_warm_up(decay: float) -> None:
     for weight in average.weights.values():
         torch.testing.assert_close(weight, torch.full_like(weight, expected), rtol=1e-6, atol=0)  # rounding of lerp
     assert float(average.updates) == 6
-
-
-def test_a_step_that_was_not_applied_does_not_update_the_average() -> None:
-    network = make_network()
-    average = MovingAverage(network, 0.5)
-    move(network, 2.0)
-    average.update(APPLIED)
-    before = copy.deepcopy(average.state_dict())
-    move(network, 3.0)
-    average.update(SKIPPED)
-    torch.testing.assert_close(average.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_new_average_starts_from_the_raw_weights_and_a_removed_one_is_dropped(

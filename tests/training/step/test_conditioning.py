@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.start.prepare import IntensityRange, prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.feed import Conditioner, TrainingFeed
 
 CPU = torch.device("cpu")
@@ -48,17 +48,6 @@ def make_config(volumes: list[dict[str, Any]], **data: Any) -> Config:
             "model": {"channels": (8,), "stem_stride": (1, 1, 1), "attention_heads": 0},
         }
     )
-
-
-def test_intensity_conditions_are_normalised_by_their_volumes_range_and_marked_as_present() -> None:
-    raw = torch.tensor([50, 150], dtype=torch.uint8).view(2, 1, 1, 1, 1).expand(2, 1, 2, 3, 4)
-    conditioner = Conditioner(None, [IntensityRange(0, 100), IntensityRange(100, 150)], CPU)
-    condition = conditioner(raw, [0, 1])
-    assert condition is not None
-    assert condition.shape == (2, 2, 2, 3, 4)
-    # intensity 50 lies in the middle of 0..100, intensity 150 at the top of 100..150
-    assert [float(part.unique()) for part in condition[:, 0]] == [0.0, 1.0]
-    assert condition[:, 1].unique().tolist() == [1.0]
 
 
 LABELS: dict[str, list[float]] = {

@@ -18,7 +18,7 @@ from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.network.layers import memory_format_of
 from vesuvius.diffusion.network.regions import CompiledRegions
 from vesuvius.diffusion.network.unet import build_unet
-from vesuvius.diffusion.randomness import condition_mask, sample_noise, stratified_timesteps
+from vesuvius.diffusion.randomness import condition_mask, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.initial import check_initial_weights
@@ -130,46 +130,6 @@ def test_accumulation_equals_one_large_batch() -> None:
             torch.testing.assert_close(average.weights[name], many.averages[key].weights[name], rtol=1e-4, atol=1e-5)
     for step in (one, many):
         assert [float(average.updates) for average in step.averages.values()] == [5, 5, 5]
-
-
-def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_data() -> None:
-    # 1 rank x 4 micro-batches, 2 x 2 and 4 x 1 of 2 samples each.  A rank's micro-batches are slices of the global
-    # batch; adding up the ranks' gradients is what their all-reduce does.
-    ends = [_train_ranks(ranks, 4 // ranks) for ranks in (1, 2, 4)]
-    for losses, parameters in ends[1:]:
-        # 1e-6: the same sums of gradients in another order, passed through 4 steps of AdamW.
-        np.testing.assert_allclose(losses, ends[0][0], rtol=0, atol=1e-6)
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, ends[0][1][name], rtol=0, atol=1e-6, msg=name)
-
-
-def _train_ranks(ranks: int, accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """4 steps; returns their losses and the final weights."""
-    per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=True)
-    steps = [make_step(per_rank) for _ in range(ranks)]
-    losses = []
-    for number in range(4):
-        t = stratified_timesteps(0, number, 8, 1000)
-        for place in range(0, 8, 2):
-            indices = np.arange(place, place + 2) + 8 * number
-            x_0 = torch.tanh(sample_noise(1, indices, (1, 8, 16, 16)))
-            condition = torch.sign(x_0.repeat(1, 2, 1, 1, 1))
-            steps[place // (2 * accumulate)].accumulate(x_0, indices, t[place : place + 2], condition)
-        _all_reduce(steps)
-        results = [step.apply(1e-4).read() for step in steps]
-        losses.append(results[0].loss)
-    return losses, weights(steps[0])
-
-
-def _all_reduce(steps: list[TrainStep]) -> None:
-    """Give each rank the sum of all ranks' gradients and losses."""
-    for same in zip(*(step.network.parameters() for step in steps), strict=True):
-        total = torch.stack([p.grad for p in same if p.grad is not None]).sum(0)
-        for parameter in same:
-            parameter.grad = total.clone()
-    loss = torch.stack([step._loss for step in steps]).sum()
-    for step in steps:
-        step._loss = loss.clone()
 
 
 def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
@@ -356,19 +316,6 @@ def test_a_loaded_step_uses_the_weight_decay_of_its_own_config(optimizer: str) -
         group["weight_decay"] *= 50
     assert train(raised, before, steps=2) == train(loaded, now, steps=2)
     torch.testing.assert_close(weights(loaded), weights(raised), rtol=0, atol=0)
-
-
-def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> None:
-    config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
-    first, network = make_step(config), build_network(config, CPU)
-    train(first, config, steps=2)
-    network.load_state_dict(first.averages["ema"].weights)
-    second = TrainStep(config, network, Schedule.from_config(config.diffusion), CPU)
-    for name, weight in first.averages["ema"].weights.items():
-        for own in (weights(second), *(average.weights for average in second.averages.values())):
-            assert torch.equal(own[name], weight), name
-    train(second, config, steps=1)
-    assert float(second.averages["ema"].updates) == 1
 
 
 def test_weights_of_another_network_are_refused_with_their_names() -> None:

@@ -119,11 +119,3 @@ def test_a_scale_bar_has_the_length_along_x_that_its_label_states(
     grid = np.asarray(draw_grid([MontageCell("c", np.zeros((width, width), np.uint8))], "t", scale))
     assert (grid[-LINE + 8 : -LINE + 12, GAP : GAP + bar[0]] > 200).all()
     assert (grid[-LINE + 8, GAP + bar[0] :][:4] == BACKGROUND).all()
-
-
-def test_a_long_title_wraps_instead_of_widening_the_picture() -> None:
-    cell = MontageCell("c", np.full((100, 100), 7, np.uint8))
-    short, long = (np.asarray(draw_grid([cell], title, Scale.of(None, 1))) for title in ("one", "word " * 200))
-    assert long.shape[1] < 560
-    assert long.shape[0] > short.shape[0] + 5 * LINE
-    assert (long == 7).sum() >= 100 * 100, "the text does not cover the picture"

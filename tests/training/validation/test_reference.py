@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from tests.conftest import textured, write_array
@@ -62,10 +61,3 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     some = reference.condition(rows)
     assert some is not None
     assert torch.equal(some, condition[rows])
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.05])
-def test_a_reference_knows_its_condition_and_whether_it_is_held_out(volume: Path, fraction: float) -> None:
-    _, reference = open_reference(make_config([{"path": str(volume)}], validation={"fraction": fraction}), 2)
-    assert reference.condition([1, 0]) is None
-    assert reference.held_out == (fraction > 0)

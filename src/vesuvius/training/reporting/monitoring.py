@@ -78,7 +78,7 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
 @contextmanager
 def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     """`metrics.jsonl`, and other consumers of its records: TensorBoard, Prometheus, trackers."""
-    monitor, settings = config.monitor, flatten(redacted(config.model_dump(mode="json")))
+    monitor = config.monitor
     listeners: list[Callable[[dict[str, object]], None]] = []
     with ExitStack() as opened:
         if monitor.tensorboard:
@@ -87,11 +87,16 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
         if monitor.prometheus_port is not None:
             listeners.append(opened.enter_context(Exporter(monitor.prometheus_port, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
-            begin = partial(TRACKERS[name], config.name, directory.path, settings)
+            begin = partial(TRACKERS[name], config.name, directory.path, _settings(config))
             listeners.append(opened.enter_context(Tracker(f"monitor.trackers {name}", begin)).take)
         metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics
+
+
+def _settings(config: Config) -> dict[str, object]:
+    """Redacted config for experiment trackers."""
+    return flatten(redacted(config.model_dump(mode="json")))
 
 
 @contextmanager
