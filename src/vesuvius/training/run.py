@@ -20,7 +20,6 @@ from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import (
     EXIT_DATA,
-    EXIT_ERROR,
     EXIT_OK,
     RunMovedError,
     StorageError,
@@ -43,9 +42,9 @@ from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.plan import device_memory_bytes, gpu_memory_error, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.start_log import log_ranks, startup_lines
+from vesuvius.training.forecast.start_log import startup_lines
 from vesuvius.training.loop import TrainingLoop
-from vesuvius.training.ranks.failure import RankError
+from vesuvius.training.ranks.failure import RankError, exit_code_of
 from vesuvius.training.ranks.join import open_ranks
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.ranks.share import launched_world_size, rank_share
@@ -103,7 +102,7 @@ def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
         except Exception as error:
             cause = ranks.root_cause(error)  # also for errors in the first and last collectives
             ranks.fail(cause)
-            ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
+            ranks.finish(exit_code_of(cause))
             if cause is error:
                 raise
             raise cause from error
@@ -250,7 +249,6 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
     """Run one session, and record its start and its end in any case."""
     config, directory, device = request.config, checked.directory, choose_device(ranks.local_rank)
     share = rank_share(config, ranks.rank, ranks.world)
-    log_ranks(config, share)
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress = Progress()
 
@@ -286,7 +284,7 @@ def _train_session(request: Request, checked: Preflight, stop: StopRequest, rank
             reported = _reported_error(error, directory)
             if is_gpu_memory_error(error):  # while building the network
                 reported = gpu_memory_error(config, device, error, None)
-            session.exit_code = reported.exit_code if isinstance(reported, VesuviusError) else EXIT_ERROR
+            session.exit_code = exit_code_of(reported)
             if reported is error:
                 raise
             raise reported from error

@@ -33,7 +33,7 @@ from vesuvius.training.forecast.plan import (
     resolve_micro_batch,
 )
 from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
-from vesuvius.training.ranks.share import RankShare
+from vesuvius.training.ranks.share import rank_share
 from vesuvius.training.step.setup import (
     AmpMode,
     autocast,
@@ -84,6 +84,10 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
     lines.append((info, f"model      {parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, {computed}"))
     lines.append((info, f"batch      {sizes} = {config.global_batch} samples per step"))
+    if training.ranks not in ("auto", world):
+        batch = f"the effective batch stays {config.global_batch}"
+        micro = f"{rank_share(config, 0, world).accumulate_steps} micro-batches per rank"
+        lines.append((warning, f"training.ranks is {training.ranks} but {world} are running: {batch}, with {micro}"))
     if training.validate_every and not any(split.validation for split in data.splits):
         lines.append((info, "no validation: data.validation.fraction is 0"))
     return lines
@@ -123,13 +127,6 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     step = begins + math.ceil(first_pass_samples(config, checked.data) / config.global_batch)
     size = format_size(size_bytes)
     return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
-
-
-def log_ranks(config: Config, share: RankShare) -> None:
-    """Warn if the number of running ranks differs from the config."""
-    if share.world != config.training.ranks:
-        batch = f"the effective batch stays {share.global_batch}, with {share.accumulate_steps} micro-batches per rank"
-        log.warning("training.ranks is %s but %d are running: %s", config.training.ranks, share.world, batch)
 
 
 def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
