@@ -13,7 +13,7 @@ from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.plan.plan import Plan
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.checkpoint.resume import drift_effects
+from vesuvius.training.checkpoint.start import drift_effects
 
 
 @pytest.mark.parametrize(

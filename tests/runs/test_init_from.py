@@ -16,7 +16,7 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.format import load_state
-from vesuvius.training.checkpoint.initial import compare_initial
+from vesuvius.training.checkpoint.start import compare_initial
 from vesuvius.training.checkpoint.trained import DataFacts
 
 # Shapes stay the same, as with a stride along another axis and other numbers of heads.
@@ -129,7 +129,7 @@ RANK_1_READS_NO_WEIGHTS = """
 import os, sys
 from vesuvius.commands import train
 if os.environ["RANK"] == "1":
-    import vesuvius.training.checkpoint.initial as initial
+    import vesuvius.training.checkpoint.start as initial
     def refused(*_):
         raise AssertionError("rank 1 read the weights")
     initial.load_file = initial.load_weights = initial.load_weights_file = refused

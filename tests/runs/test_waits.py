@@ -148,7 +148,7 @@ def test_a_long_validation_is_not_a_hang_but_one_without_progress_is(
             assert hangs or not stop()
             time.sleep(0.1)
 
-    monkeypatch.setattr("vesuvius.training.periodic.validate", slow)
+    monkeypatch.setattr("vesuvius.training.between_steps.validate", slow)
     assert vesuvius_train(config) == 0
     hung = [record["what"] for record in records_of("event") if record["event"] == "hung"]
     assert hung == (["batch of a validation"] if hangs else [])

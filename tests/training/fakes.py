@@ -31,10 +31,9 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_stats import ReaderStats, ReaderTotals
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.diagnosis import Diagnosis, diagnose
 from vesuvius.training.ranks.ranks import SINGLE
 from vesuvius.training.ranks.share import rank_share
-from vesuvius.training.reporting.report import LaunchedStep, StepReporter
+from vesuvius.training.reporting.report import Diagnosis, LaunchedStep, StepReporter, diagnose
 from vesuvius.training.request import RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingFeed
 from vesuvius.training.step.setup import build_network

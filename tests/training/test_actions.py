@@ -25,7 +25,7 @@ from vesuvius.runlog.records import read_records
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.actions import GuardActions
+from vesuvius.training.between_steps import GuardActions
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.stop import StopRequest
 

@@ -24,13 +24,11 @@ from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.actions import GuardActions
+from vesuvius.training.between_steps import GuardActions, PeriodicTasks
 from vesuvius.training.checkpoint.save import CheckpointWriter
-from vesuvius.training.diagnosis import MicroBatch, diagnose
-from vesuvius.training.periodic import PeriodicTasks
 from vesuvius.training.ranks.failure import RankError
 from vesuvius.training.reporting.monitoring import reader_died
-from vesuvius.training.reporting.report import LaunchedStep, RankTelemetry, StepReporter
+from vesuvius.training.reporting.report import LaunchedStep, MicroBatch, RankTelemetry, StepReporter, diagnose
 from vesuvius.training.request import MakeTuner, RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 from vesuvius.training.step.step import TrainStep, learning_rate

@@ -34,11 +34,11 @@ from vesuvius.runlog.held import where
 from vesuvius.runlog.logfile import close_logs, close_terminal, open_log
 from vesuvius.runlog.records import iter_records
 from vesuvius.runlog.run_dir import RunDir, run_dir
-from vesuvius.training.actions import GuardActions
+from vesuvius.training.between_steps import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, without_cleared
-from vesuvius.training.checkpoint.resume import is_finished, restore
 from vesuvius.training.checkpoint.save import CheckpointWriter
+from vesuvius.training.checkpoint.start import is_finished, restore
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.plan import device_memory_bytes, gpu_memory_error, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight

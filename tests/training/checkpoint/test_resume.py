@@ -10,7 +10,7 @@ import numpy as np
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.checkpoint.resume import _plan_changes
+from vesuvius.training.checkpoint.start import _plan_changes
 
 
 def test_a_grown_volume_is_named_as_the_reason_for_a_different_plan(tmp_path: Path) -> None:

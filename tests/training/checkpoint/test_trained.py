@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.training.checkpoint.test_format import flip_a_byte, save
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.training.checkpoint.initial import read_initial_weights
+from vesuvius.training.checkpoint.start import read_initial_weights
 
 CHECKPOINTS = "runs/other/checkpoints"
 

@@ -21,9 +21,8 @@ from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.randomness import condition_mask, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
-from vesuvius.training.checkpoint.initial import check_initial_weights
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import restore
+from vesuvius.training.checkpoint.start import check_initial_weights, restore
 from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.optimizer import GradientSync, make_optimizer

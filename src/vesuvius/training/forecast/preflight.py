@@ -21,8 +21,12 @@ from vesuvius.runlog.units import format_size
 from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
-from vesuvius.training.checkpoint.initial import check_initial_weights, compare_initial, read_initial_weights
-from vesuvius.training.checkpoint.resume import read_resume_point
+from vesuvius.training.checkpoint.start import (
+    check_initial_weights,
+    compare_initial,
+    read_initial_weights,
+    read_resume_point,
+)
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, trained_volumes
 from vesuvius.training.forecast.plan import checkpoint_sizes, fixed_count, plan_resident
 from vesuvius.training.step.setup import build_meta_network
