@@ -4,64 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
 from tests.support.forked import in_child
+from tests.support.kill_harness import Session
+from tests.support.runs import WriteConfig
 from vesuvius.runlog.records import read_records
 from vesuvius.training.stop import StopRequest
 
-LONG_RUN = {"epochs": 1000, "workers": 2}
-
-
-@contextmanager
-def start(config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """`vesuvius train` in its own process group, as from a shell; killed if it outlives the test."""
-    process = fork_server.Popen(
-        [sys.executable, "-m", "vesuvius.train", "--config", str(config)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_for(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"the run ended with {process.wait()} before it said {text!r}")
-
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_while_ray_starts_stops_the_run(
-    tiny_config: Callable[..., Path], tmp_path: Path, number: signal.Signals
+    tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals, expected: int
 ) -> None:
-    with start(tiny_config(training=LONG_RUN), tmp_path) as process:
-        wait_for(process, "INFO model")  # Ray is started next, which takes seconds and takes the handler of SIGTERM
-        try:
-            process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            process.send_signal(number)
-        output, _ = process.communicate(timeout=120)
-    expected = 75 if number == signal.SIGTERM else 130
-    assert process.returncode == expected, output
-    assert "Traceback" not in output
+    with Session(tiny_config(training={"epochs": 1000, "workers": 2}), tmp_path) as session:
+        session.wait_for("INFO model")  # Ray is started next, which takes seconds and takes the handler of SIGTERM
+        time.sleep(1)
+        session.process.send_signal(number)
+        assert session.end() == expected, session.text()
+        assert "Traceback" not in session.text()
     assert read_records(tmp_path / "runs/tiny/metrics.jsonl")[-1]["exit_code"] == expected
 
 

@@ -65,25 +65,6 @@ def test_newest_best_and_multiples_are_kept(tmp_path: Path, keep: dict[str, int]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_best_is_a_link_that_follows_the_best_checkpoint(tmp_path: Path) -> None:
-    best = tmp_path / "best"
-    save(tmp_path, 1)
-    assert not best.is_symlink()
-    save(tmp_path, 2, best_step=2)
-    assert best.readlink() == Path("step_00000002")
-    save(tmp_path, 3, best_step=3, keep_last=1)
-    assert best.readlink() == Path("step_00000003")
-    assert steps_in(tmp_path) == [3]
-    save(tmp_path, 4, best_step=99)  # that one was never saved
-    assert best.readlink() == Path("step_00000003")
-    best.unlink()
-    best.symlink_to("step_00000001")  # a kill fell between the best checkpoint and its link
-    save(tmp_path, 5, best_step=3)
-    assert best.readlink() == Path("step_00000003")
-    shutil.move(tmp_path, tmp_path.with_name("moved"))
-    assert load_checkpoint(tmp_path.with_name("moved") / "best")["step"] == 3
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_once_a_best_checkpoint_was_saved_best_points_to_an_intact_one(tmp_path: Path, seed: int) -> None:
     """For any sequence of better, worse, forgotten, failed and repeated saves."""
