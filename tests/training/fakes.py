@@ -142,7 +142,7 @@ class Session:
                     self.kept.append(weakref.ref(batch.stored))
                 result = self.step.apply(1e-3)
                 self.clock.step_done()
-                reporter.add_launched(LaunchedStep(number + 1, number * config.global_batch, 1e-3, result, batches))
+                reporter.launched.append(LaunchedStep(number + 1, number * config.global_batch, 1e-3, result, batches))
                 del batches, batch
                 reporter.report()
             reporter.finish()

@@ -192,7 +192,7 @@ class TrainingLoop:
         batches = [(stored.rows(micro), t[micro]) for stored, t in delivered for micro in self._pieces(t)]
         result = self.train_step.apply(lr)
         clock.step_done()
-        reporter.add_launched(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
+        reporter.launched.append(LaunchedStep(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
         self.run.watchdog.expects("step", "the tasks between two steps")
         self._report(reporter)

@@ -131,13 +131,6 @@ class Abort:
             self.group_aborted.set()
             on_thread(_abort_group, name="rank-abort")  # may itself hang
 
-    def close_group(self) -> None:
-        """Destroy the process group; after a failure abort it instead of waiting for sums that never complete."""
-        if self.unwinding.is_set():
-            dist.distributed_c10d._abort_process_group()  # Ray Train copes with a group that is gone
-        else:
-            dist.destroy_process_group()
-
     def _stage(self, timeout_s: float) -> tuple[str, float]:
         """Activity of the main thread after a failure, and its limit in seconds."""
         if self.closing.is_set():

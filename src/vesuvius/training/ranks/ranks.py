@@ -223,7 +223,10 @@ class Ranks:
                 if self.is_main:  # the store ends with this process: let the others leave first
                     self._store.wait([f"closed/{rank}" for rank in range(self.world)], timedelta(seconds=_LEAVE_S))
             with suppress(RuntimeError, ValueError, AssertionError):  # Ray Train may destroy the group at any time
-                self.abort.close_group()
+                if self.abort.unwinding.is_set():
+                    dist.distributed_c10d._abort_process_group()  # Ray Train copes with a group that is gone
+                else:
+                    dist.destroy_process_group()
         self.abort.ended.set()
 
     def watch(self) -> None:

@@ -61,12 +61,6 @@ class Diagnosis:
     samples: list[int]  # with non-finite output
     input_max: float  # largest finite |x| of its input
     gradients: list[str]  # parameters with a non-finite gradient
-    losses: list[float]  # per sample
-
-    @property
-    def finite(self) -> bool:
-        """Whether all outputs, gradients and losses are finite."""
-        return self.layer is None and not self.gradients and bool(np.isfinite(self.losses).all())
 
     def __str__(self) -> str:
         if self.layer is not None:
@@ -83,7 +77,7 @@ class Diagnosis:
 def diagnose(step: TrainStep, feed: TrainingFeed, batches: Sequence[MicroBatch]) -> Diagnosis:
     """Recompute a step with the current weights and discard it.  Call it between two steps; waits for the device."""
     first_bad: list[tuple[str, list[int], float]] = []
-    indices, losses = np.empty(0, np.int64), list[Tensor]()
+    indices = np.empty(0, np.int64)
 
     @torch.no_grad()  # recomputed blocks must not save additional tensors
     def check(name: str, arguments: tuple[Any, ...], output: Tensor) -> None:
@@ -101,11 +95,11 @@ def diagnose(step: TrainStep, feed: TrainingFeed, batches: Sequence[MicroBatch])
         for stored, t in batches:
             batch = feed.to_device(stored)
             indices = batch.indices
-            losses.append(step.accumulate(batch.x_0, indices, t, batch.condition, last=False, eps=batch.eps))
+            step.accumulate(batch.x_0, indices, t, batch.condition, last=False, eps=batch.eps)
         parameters = step.network.named_parameters()
         bad = [name for name, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
     layer, samples, input_max = first_bad[0] if first_bad else (None, [], 0.0)
-    return Diagnosis(layer, samples, input_max, bad, torch.cat(losses).tolist())
+    return Diagnosis(layer, samples, input_max, bad)
 
 
 class RankTelemetry:
@@ -178,13 +172,10 @@ class StepReporter:
         self._run, self._clock, self._stream, self._machine, self._diagnose = run, clock, stream, machine, diagnose
         self.telemetry = RankTelemetry(run)
         self.verdicts = Verdicts(run, stream, machine)
-        self._launched: deque[LaunchedStep] = deque()
+        self.launched: deque[LaunchedStep] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)  # of steps without their pauses
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.share)
-
-    def add_launched(self, step: LaunchedStep) -> None:
-        self._launched.append(step)
 
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
@@ -194,7 +185,7 @@ class StepReporter:
         finished = self._clock.finished(wait)
         self._run.ranks.check_sums()
         for times in finished:
-            self._report(self._launched.popleft(), times)
+            self._report(self.launched.popleft(), times)
 
     @property
     def longest_step_s(self) -> float:

@@ -108,8 +108,8 @@ class TrainStep:
         condition: Condition = None,
         last: bool = True,
         eps: Tensor | None = None,
-    ) -> Tensor:
-        """Add the gradient of one micro-batch; returns the loss of each sample, float32 [B] on the device.
+    ) -> None:
+        """Add the gradient of one micro-batch.
 
         Args:
             x_0: model values, float32 [B, 1, Z, Y, X], on the device like the condition.
@@ -135,7 +135,6 @@ class TrainStep:
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 self._loss += loss.detach()
                 self._losses.append(per_sample.detach())
-        return self._losses[-1]
 
     def apply(self, lr: float) -> PendingOutcome:
         """Update the weights with the accumulated gradient if it is finite, and reset the gradient."""
