@@ -14,7 +14,7 @@ import torch
 
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
-from vesuvius.training import periodic, run
+from vesuvius.training import between_steps, run
 from vesuvius.training import stop as stop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
@@ -182,7 +182,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
 def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send SIGTERM once in the middle of a validation or preview."""
     name, came = {"validation": "validate", "preview": "make_preview"}[kind], []
-    original = getattr(periodic, name)
+    original = getattr(between_steps, name)
 
     def interrupted(*arguments: Any) -> Any:
         if not came and records_of("step")[-1]["step"] == step:
@@ -190,7 +190,7 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(periodic, name, interrupted)
+    monkeypatch.setattr(between_steps, name, interrupted)
 
 
 @pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])
