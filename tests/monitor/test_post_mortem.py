@@ -323,8 +323,7 @@ def in_cgroup(cgroup: Path, code: str, *arguments: object) -> subprocess.Complet
 def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    with memory_cgroup_or_skip(LIMIT_BYTES) as group:
-        cgroup = group.path
+    with memory_cgroup_or_skip(LIMIT_BYTES) as cgroup:
         assert in_cgroup(cgroup, DYING, run).returncode == -9
         by_count = in_cgroup(cgroup, EXAMINE, run)  # from the same container
     assert by_count.returncode == 0, by_count.stderr

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import yaml
 
 from tests.conftest import textured, write_array
 from tests.support.memcheck_runs import HYGIENE
-from tests.support.real_cgroup import memory_cgroup_or_skip
+from tests.support.real_cgroup import memory_cgroup_or_skip, popen_in
 from vesuvius.errors import EXIT_GUARD
 from vesuvius.runlog.records import iter_records, read_records
 from vesuvius.runlog.units import GIB
@@ -159,8 +160,8 @@ def test_a_healthy_run_that_fills_the_page_cache_raises_no_alarm() -> None:
     write_config(workers=2, limit_gib=None)
     with ExitStack() as held:
         group = held.enter_context(memory_cgroup_or_skip(4 * GIB))
-        filler = group.popen([sys.executable, "-c", FILL_THE_PAGE_CACHE, os.getcwd()])
+        filler = popen_in(group, [sys.executable, "-c", FILL_THE_PAGE_CACHE, os.getcwd()])
         held.callback(filler.wait)
         held.callback(filler.kill)
-        assert train(3, start=group.popen) is None
+        assert train(3, start=partial(popen_in, group)) is None
     assert alarms() == []

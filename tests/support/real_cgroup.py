@@ -1,4 +1,4 @@
-"""A real memory cgroup, version 2 or 1, in which the kernel counts and kills: for tests and tools."""
+"""A real memory cgroup, version 2 or 1, in which the kernel counts and kills."""
 
 from __future__ import annotations
 
@@ -8,41 +8,13 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _ROOT = Path("/sys/fs/cgroup")
-
-
-class NoCgroupError(RuntimeError):
-    """No cgroup can be created here."""
-
-
-@dataclass(frozen=True)
-class MemoryCgroup:
-    """A cgroup with a limit, or without."""
-
-    path: Path
-    version: int
-
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` of a command that starts inside the cgroup."""
-        return popen_in(self.path, command, **options)
-
-    def page_cache_bytes(self) -> int:
-        """Page cache without shared memory."""
-        stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
-        file, shmem = ("file", "shmem") if self.version == 2 else ("total_cache", "total_shmem")
-        return int(stat[file]) - int(stat[shmem])
-
-    def kills(self) -> int:
-        """Processes killed by the kernel for exceeding the limit."""
-        file = "memory.events" if self.version == 2 else "memory.oom_control"
-        return int(dict(line.split() for line in (self.path / file).read_text().splitlines())["oom_kill"])
 
 
 def popen_in(directory: Path, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
@@ -52,35 +24,22 @@ def popen_in(directory: Path, command: Sequence[str], **options: Any) -> subproc
 
 
 @contextmanager
-def memory_cgroup_or_skip(limit_bytes: int | None = None) -> Iterator[MemoryCgroup]:
-    """A new cgroup for a test, which is skipped if none can be created."""
-    with ExitStack() as held:
-        try:
-            group = held.enter_context(memory_cgroup(limit_bytes))
-        except NoCgroupError as error:
-            pytest.skip(str(error))
-        yield group
+def memory_cgroup_or_skip(limit_bytes: int | None = None) -> Iterator[Path]:
+    """A new cgroup below that of this process; processes left in it at the end are killed.
 
-
-@contextmanager
-def memory_cgroup(limit_bytes: int | None) -> Iterator[MemoryCgroup]:
-    """Create a cgroup below that of this process; processes left in it at the end are killed.
-
-    Raises:
-        NoCgroupError: no permission.
+    The test is skipped if none can be created.
     """
-    make = _make_v2 if (_ROOT / "cgroup.controllers").exists() else _make_v1
     try:
-        group = make(limit_bytes)
+        path = (_make_v2 if (_ROOT / "cgroup.controllers").exists() else _make_v1)(limit_bytes)
     except OSError as error:
-        raise NoCgroupError(f"a memory cgroup must be writable; got {error}; try as root") from error
+        pytest.skip(f"a memory cgroup must be writable; got {error}; try as root")
     try:
-        yield group
+        yield path
     finally:
-        _remove(group.path)
+        _remove(path)
 
 
-def _make_v2(limit_bytes: int | None) -> MemoryCgroup:
+def _make_v2(limit_bytes: int | None) -> Path:
     parent = _ROOT / _own("")
     path = parent / _name()
     path.mkdir()
@@ -88,16 +47,16 @@ def _make_v2(limit_bytes: int | None) -> MemoryCgroup:
         path.rmdir()
         raise OSError(f"the memory controller is not given to the children of {parent}")
     _set(path, {"memory.max": limit_bytes, "memory.swap.max": 0})
-    return MemoryCgroup(path, 2)
+    return path
 
 
-def _make_v1(limit_bytes: int | None) -> MemoryCgroup:
+def _make_v1(limit_bytes: int | None) -> Path:
     parent = _ROOT / "memory" / _own("memory")
     path = (parent if parent.is_dir() else _ROOT / "memory") / _name()
     path.mkdir()
     # What is swapped out would not count.
     _set(path, {"memory.limit_in_bytes": limit_bytes, "memory.memsw.limit_in_bytes": limit_bytes})
-    return MemoryCgroup(path, 1)
+    return path
 
 
 def _own(controller: str) -> str:

@@ -146,7 +146,7 @@ def test_pinned_buffers_count_as_private_memory_of_the_trainer() -> None:
 
 
 def test_the_accounted_memory_equals_the_cgroup_s() -> None:
-    with memory_cgroup_or_skip() as group, obedient(group.path) as parent:
+    with memory_cgroup_or_skip() as group, obedient(group) as parent:
         parent.tell(f"anon {100 * MIB}")
         parent.tell(f"child anon {100 * MIB}")
         file = parent.tell(f"open memfd {100 * MIB}")
