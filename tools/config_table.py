@@ -39,8 +39,6 @@ An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `
   `config.source.yaml`, so a resume does not need the other files.
 - **Relative paths** start in the working directory in which the config was read, and keep their meaning if it changes
   later. A run's `config.resolved.yaml` has them as written, so that a project may move; comments give full paths.
-- **Old names** of renamed keys and values are still accepted, with one notice in the log: `data.augment.turn` is now
-  called `rot90`.
 """
 
 

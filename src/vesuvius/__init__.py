@@ -13,7 +13,7 @@ _MODULES = {
     "config": ("ArrayConfig", "DataConfig", "StoreConfig", "VolumeConfig"),
     "errors": ("ConfigError", "DataError", "VesuviusError"),
     "loader.device": ("PatchBatch",),
-    "loader.patch_loader": ("PatchDataset", "PatchLoader"),
+    "loader.patch_loader": ("PatchLoader",),
     "stream.options": ("StreamOptions",),
     "stream.start.prepare": ("prepare_data",),
     "stream.stream": ("PatchStream",),

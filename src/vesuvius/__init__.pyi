@@ -6,7 +6,6 @@ from vesuvius.errors import ConfigError as ConfigError
 from vesuvius.errors import DataError as DataError
 from vesuvius.errors import VesuviusError as VesuviusError
 from vesuvius.loader.device import PatchBatch as PatchBatch
-from vesuvius.loader.patch_loader import PatchDataset as PatchDataset
 from vesuvius.loader.patch_loader import PatchLoader as PatchLoader
 from vesuvius.stream.options import StreamOptions as StreamOptions
 from vesuvius.stream.start.prepare import prepare_data as prepare_data

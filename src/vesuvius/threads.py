@@ -69,7 +69,6 @@ class Pool:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Begin without threads and calls."""
         self._calls: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._idle: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that waits for a call
         self._unstarted: SimpleQueue[None] = SimpleQueue()  # an entry for each thread that may yet start
@@ -184,7 +183,6 @@ class BoundedCall(Generic[T]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a call has started and not yet returned."""
         return self._call is not None and not self._call.done()
 
     def __call__(self) -> T | None:

@@ -66,15 +66,7 @@ def test_derived_numbers_follow_from_the_keys() -> None:
         (["model.channels=[8, 12]"], "the last entry of channels, 12, is not a multiple of attention_heads 8"),
         (["diffusion.timesteps=29"], "sampler_steps 30 exceed timesteps 29"),
         (["model.strides=[[1, 2, 2]]"], "strides has length 1 for 3 levels"),
-        (
-            ["data.condition_classes=3", "data.condition_values=[0, 1]"],
-            "condition_values [0, 1] do not name condition_classes=3",
-        ),
-        (
-            ["data.condition_values=[0, 0]", "data.condition_classes=2"],
-            "condition_values [0, 0] do not name condition_classes=2",
-        ),
-        (["data.condition_values=[0, 1]"], "condition_values [0, 1] do not name condition_classes=None"),
+        (["data.condition_classes=[0, 0]"], "condition_classes [0, 0] are not distinct labels"),
         (["data.condition_classes=3"], "condition_classes is 3, but no volume has a condition"),
         (["training.checkpoint_levels=[4]"], "checkpoint_levels [4] exceed the levels of the network"),
         (
@@ -112,13 +104,15 @@ def test_python_users_types_are_taken_and_nothing_else_is_converted() -> None:
             return "/mnt/v.zarr"
 
     mask = {"path": Path("m.zarr"), "select": [np.int64(1)]}
+    spec = VolumeConfig(
+        path=Mounted(), weight=np.float32(2), level=np.uint8(1), mask=mask, min_foreground=1, condition={"path": "c"}
+    )  # type: ignore[arg-type]
     found = DataConfig(
-        volumes=[VolumeConfig(path=Mounted(), weight=np.float32(2), level=np.uint8(1), mask=mask, min_foreground=1)],  # type: ignore[arg-type]
+        volumes=[spec],  # type: ignore[arg-type]
         patch_size=np.array([8, 16, 16]),  # type: ignore[arg-type]
-        region_size=torch.Size([64, 64, 64]),
         min_foreground=np.float64(0.5),
         nan=np.float32(0.5),
-        condition_values=None,
+        condition_classes=torch.Size([0, 255]),
         augment=AugmentConfig(flip=np.bool_(True)),  # type: ignore[arg-type]
     )
     plain = DataConfig(
@@ -129,12 +123,13 @@ def test_python_users_types_are_taken_and_nothing_else_is_converted() -> None:
                 level=1,
                 mask=ArrayConfig(path="m.zarr", select=(1,)),
                 min_foreground=1.0,
+                condition=ArrayConfig(path="c"),
             ),
         ),
         patch_size=(8, 16, 16),
-        region_size=(64, 64, 64),
         min_foreground=0.5,
         nan=0.5,
+        condition_classes=(0, 255),
         augment=AugmentConfig(flip=True),
     )
     assert found == plain

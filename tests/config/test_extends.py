@@ -51,12 +51,6 @@ def test_sections_are_merged_key_by_key_and_lists_are_replaced() -> None:
     assert read("extends: base.yaml\ntraining: {}") == read_config(Path("base.yaml"))
 
 
-def test_overrides_apply_to_keys_of_the_extended_file() -> None:
-    config = read("extends: base.yaml", "data.volumes.0.weight=2", "training.workers=1", "model={channels: [16]}")
-    assert config.data.volumes == (VolumeConfig(path="a.zarr", level=2, weight=2.0),)
-    assert (config.training.workers, config.training.lr, config.model.channels) == (1, 1e-3, (16,))
-
-
 def test_a_chain_is_read_from_the_folder_of_each_file(tmp_path: Path) -> None:
     for folder in ("deep/er", "other"):
         Path(folder).mkdir(parents=True)
@@ -75,12 +69,6 @@ def test_each_problem_names_its_file_and_line() -> None:
         "base.yaml:10: sead: unknown key; did you mean seed?",
         "override seed=a: seed: 'a' is not valid; use an integer of at least 0",
     }
-
-
-def test_a_value_over_a_section_replaces_it() -> None:
-    assert problems("extends: base.yaml\nmodel: 3") == [
-        "x.yaml:2: model: 3 is not valid; use a section with keys of its own"
-    ]
 
 
 @pytest.mark.parametrize(

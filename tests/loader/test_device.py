@@ -49,7 +49,7 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
         voxels = np.full((96, 128, 128), 50 + 100 * number, dtype)
         path = write_array(tmp_path / f"{number}.zarr", voxels)
         volumes.append(VolumeConfig(path=str(path)))
-    config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4)
+    config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2)
     data = prepare_data(0, config)
     intensities = [IntensityRange(0, 100), IntensityRange(100, 150)]
     options = StreamOptions(16, workers=0)
@@ -66,53 +66,9 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
         torch.testing.assert_close(value, torch.full_like(value, float(number)))
 
 
-PAIRS = {"bool": "int8", "int16": "int32", "uint32": "int64", "int64": "bool", "float16": "uint64", "float64": "int16"}
-
-
-@pytest.mark.parametrize("dtype", PAIRS)
-def test_patches_and_labels_of_any_dtype_and_axis_order_match_the_plan(tmp_path: Path, dtype: str) -> None:
-    """From the store to the device: the scan is stored x, c, y, z, its labels y, x, z."""
-    scan = (textured((96, 80, 72)) - 100).astype(np.int8).astype("float64")
-    if dtype.startswith("u") or dtype == "bool":
-        scan = scan > 0 if dtype == "bool" else np.abs(scan)
-    labels = textured((96, 80, 72), seed=1) % 3
-    stored_scan = np.stack([np.zeros_like(scan.T), scan.T], axis=1).astype(dtype)
-    stored_labels = labels.transpose(1, 2, 0).astype(PAIRS[dtype])
-    write_array(tmp_path / "scan.zarr", stored_scan, 16, zarr_format=3, dimension_names=["x", "c", "y", "z"])
-    write_array(tmp_path / "labels.zarr", stored_labels, 16, zarr_format=3, dimension_names=["y", "x", "z"])
-    config = DataConfig.model_validate(
-        {
-            "volumes": (
-                {
-                    "path": str(tmp_path / "scan.zarr"),
-                    "select": (1,),
-                    "condition": {"path": str(tmp_path / "labels.zarr")},
-                },
-            ),
-            "patch_size": (8, 16, 12),
-            "patches_per_region": 2,
-            "regions_per_task": 4,
-            "augment": {"flip": False, "rot90": False},
-            "condition_classes": 3,
-        }
-    )
-    data, options = prepare_data(0, config), StreamOptions(8, workers=0)
-    feed = DeviceFeed(CPU, options, data.job, [IntensityRange(-100, 100)])
-    with feed.open():
-        batch, stored = feed.next(HostClock())
-    assert batch.label is not None
-    for row, index in enumerate(stored.indices):
-        part = tuple(slice(s, s + n) for s, n in zip(data.plan.sample(int(index)).start_zyx, (8, 16, 12), strict=True))
-        # 1e-6: float32 rounding of values up to 2.
-        np.testing.assert_allclose(batch.image[row, 0], scan[part] / 100, rtol=0, atol=1e-6)
-        np.testing.assert_array_equal(batch.label[row, 0].numpy(), labels[part].astype(PAIRS[dtype]))
-
-
 def textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, PreparedData, StreamOptions]:
     volume = write_array(path / "volume.zarr", textured((96, 128, 128), dtype="uint16"))
-    config = DataConfig(
-        volumes=(VolumeConfig(path=str(volume)),), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4
-    )
+    config = DataConfig(volumes=(VolumeConfig(path=str(volume)),), patch_size=(8, 16, 16), patches_per_region=2)
     data = prepare_data(0, config)
     stream_options = StreamOptions(2, workers=0)
     return DeviceFeed(device, stream_options, data.job, [IntensityRange(0, 1000)]), data, stream_options

@@ -29,7 +29,7 @@ LAYOUTS = {
     "u8": Layout(BIG, (72, 136, 136), (128, 128, 128)),
     "u8 with a split": Layout(BIG, (72, 136, 136), (128, 128, 128), options={"validation": ValidationConfig()}),
     "u8 160^3": Layout(BIG, (160, 160, 160), (128, 128, 128)),
-    "u16, little memory": Layout(BIG, (128, 128, 128), (128, 128, 128), "uint16", {"regions_per_task": 16}),
+    "u16, little memory": Layout(BIG, (128, 128, 128), (128, 128, 128), "uint16", {"stream_gib": 0.3}),
     "f32 144^3": Layout(BIG, (144, 144, 144), (128, 128, 128), "float32"),
     "4096^3, 64^3": Layout((4096, 4096, 4096), (64, 64, 64), (128, 128, 128)),
     "the largest scroll": Layout((75784, 32693, 32693), (72, 136, 136), (128, 128, 128)),
@@ -39,7 +39,6 @@ LAYOUTS = {
     "slices": Layout((300, 800, 900), (72, 136, 136), (1, 800, 900)),
     "chunks of a prime length": Layout(BIG, (72, 136, 136), (127, 127, 127)),
     "ragged": Layout((333, 517, 401), (72, 100, 136), (100, 120, 96)),
-    "given regions": Layout(BIG, (72, 136, 136), (128, 128, 128), options={"region_size": (200, 300, 300)}),
     "hardly larger than a patch": Layout((80, 140, 139), (72, 136, 136), (128, 128, 128)),
 }
 

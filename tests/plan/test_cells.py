@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.plan.layouts import BIG, LAYOUTS, Layout, planned
 from vesuvius.config import Triple, ValidationConfig
 from vesuvius.errors import DataError
-from vesuvius.plan.cells import AxisCells, Cells, cells_of_region_size, lay_cells, region_of
+from vesuvius.plan.cells import AxisCells, Cells, lay_cells, region_of
 from vesuvius.plan.make_plan import split_volume
 
 sizes = st.tuples(*[st.integers(1, 14)] * 3)
@@ -111,17 +111,11 @@ def test_regions_fit_into_memory_and_small_volumes_have_enough_cells() -> None:
     for layout in LAYOUTS.values():
         cells = planned(layout).cells
         item = np.dtype(layout.dtype).itemsize
-        if "region_size" not in layout.options:
-            least = item * math.prod(5 * size // 4 for size in layout.patch)
-            assert item * math.prod(cells.region_zyx(layout.patch)) <= max(2**30 // 32, least)
-            assert cells.num_starts >= 32 * cells.largest or cells.largest_zyx == (1, 1, 1)
+        least = item * math.prod(5 * size // 4 for size in layout.patch)
+        assert item * math.prod(cells.region_zyx(layout.patch)) <= max(2**30 // 32, least)
+        assert cells.num_starts >= 32 * cells.largest or cells.largest_zyx == (1, 1, 1)
         if layout.shape == BIG:
             assert all(cell >= patch / 5 for cell, patch in zip(cells.largest_zyx, layout.patch, strict=True))
-
-
-def test_a_configured_region_size_is_used() -> None:
-    cells = cells_of_region_size(((0, 0, 0), (100, 100, 20)), (10, 10, 10), (30, 200, 20))
-    assert cells.region_zyx((10, 10, 10)) == (30, 100, 20)
 
 
 # ---- what is held out

@@ -187,10 +187,3 @@ def test_the_hash_changes_with_cells_their_size_and_the_shape_but_not_with_the_l
     assert len({foreground.hash for foreground in maps}) == len(maps)
     assert maps[0].hash == "e16f75b145e1ed8d"
     assert ForegroundMap(np.asfortranarray(fraction), (8, 8, 8), (16, 24, 32)).hash == maps[0].hash
-
-
-def test_impossible_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"is uint8 \(1, 1, 1\), not uint8 \(1, 1, 2\)"):
-        ForegroundMap(np.zeros((1, 1, 1), np.uint8), (8, 8, 8), (8, 8, 12))
-    with pytest.raises(ValueError, match=r"is float32 \(1, 1, 2\), not uint8"):
-        ForegroundMap(np.zeros((1, 1, 2), np.float32), (8, 8, 8), (8, 8, 12))

@@ -14,7 +14,7 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import open_stream
 from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_alignment import volume_of
-from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.start.prepare import prepare_data
@@ -42,7 +42,7 @@ def upsampled(coarse: np.ndarray[Any, Any], fine: Any = FINE) -> np.ndarray[Any,
 
 def config_of(volume: Path, condition: Path | str, **keys: Any) -> DataConfig:
     spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(condition)))
-    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4} | keys
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4} | keys
     return DataConfig(volumes=(spec,), **settings)
 
 
@@ -132,27 +132,6 @@ def test_partial_labels_restrict_patches_uniformly_to_their_box(tmp_path: Path, 
     assert fixed.conditions is not None
     for start, condition in zip(fixed.starts_zyx, fixed.conditions, strict=True):
         np.testing.assert_array_equal(condition, said[slices(box_at(start, config.patch_size))])
-
-
-def test_a_partial_mask_restricts_patches_to_its_box(tmp_path: Path) -> None:
-    raw, part, said = rank_share(tmp_path, factor=2)
-    spec = VolumeConfig(path=str(raw), mask=ArrayConfig(path=str(part)))
-    mask = zarr.open_array(str(part / "0"), mode="r+")
-    mask[:] = mask[:] % 2
-    said = np.where(said == 255, 0, said % 2)
-    config = DataConfig(
-        volumes=(spec,), patch_size=(8, 8, 8), min_foreground=0.5, validation=ValidationConfig(fraction=0)
-    )
-    data = prepare_data(0, config)
-    found = data.plan.volumes[0].foreground
-    assert found is not None
-    assert found.map.cell_zyx == (2, 2, 2)
-    assert data.splits[0].train == (AT, (51, 82, 94))
-    exists, cells = np.zeros(RAW), (32, 2, 48, 2, 48, 2)
-    exists[slices(data.splits[0].train)] = 1
-    foreground, voxels = (part.reshape(cells).sum((1, 3, 5)) for part in (said * exists, exists))
-    share = np.divide(foreground, voxels, out=np.zeros(foreground.shape), where=voxels > 0)
-    np.testing.assert_array_equal(found.map.fraction, np.ceil(255 * share - 1e-9))
 
 
 def test_labels_smaller_than_a_patch_are_refused_with_their_box(tmp_path: Path) -> None:

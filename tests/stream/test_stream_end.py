@@ -27,8 +27,8 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.stream.options import StreamOptions
 """
 TRAINER = f"""{IMPORTS}
-path, end, region, store_gib = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), region_size=(region, region, region))
+path, end, store_gib = sys.argv[1], sys.argv[2], float(sys.argv[3])
+data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), regions_in_flight=8)
 options = StreamOptions(batch_size=4, workers=2)
 stream_module.store_bytes = lambda job, options: int(store_gib * 2**30)
 until = time.monotonic() + 90
@@ -48,11 +48,9 @@ print("closed", flush=True)
 
 
 @contextmanager
-def trainer(
-    tmp_path: Path, end: str, size: int = 96, region: int = 48, store_gib: float = 0.25
-) -> Iterator[subprocess.Popen[str]]:
+def trainer(tmp_path: Path, end: str, size: int = 96, store_gib: float = 0.25) -> Iterator[subprocess.Popen[str]]:
     path = write_array(tmp_path / "volume.zarr", textured((size, size, size)), chunk=size // 3)
-    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(region), str(store_gib)]
+    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(store_gib)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = fork_server.Popen(arguments, text=True, start_new_session=True, **pipes)
     try:
@@ -103,7 +101,7 @@ def read_to_end(process: subprocess.Popen[str]) -> str:
 
 
 INTERRUPTED = f"""{IMPORTS}
-data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(16, 16, 16), region_size=(48, 48, 48))
+data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(16, 16, 16))
 job = prepare_data(0, data).job
 
 def interrupt_at(instruction):
@@ -189,7 +187,7 @@ def test_sigterm_during_rays_shutdown_reaches_the_trainer(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
-    with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:
+    with trainer(tmp_path, "spill", size=256, store_gib=0.08) as process:
         run_to_reading(process)
         output = read_to_end(process)
     assert "seen spill: " in output, output

@@ -35,7 +35,6 @@ def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
             "volumes": [{"path": str(volume)}],
             "patch_size": [8, 16, 16],
             "patches_per_region": 4,
-            "regions_per_task": 4,
         },
         "training": dict(TINY_TRAINING),
         "diffusion": {"sampler_steps": 3},

@@ -122,7 +122,7 @@ class Session:
         schedule = Schedule.from_config(config.diffusion, measure_spectrum(self.data, config.data, intensities))
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         self.step.timed = self.clock.computing
-        conditioner = Conditioner(config.data.labels, intensities.conditions, CPU)
+        conditioner = Conditioner(config.data.class_values, intensities.conditions, CPU)
         options = StreamOptions.from_config(config.training, config.cluster)
         self._feed = TrainingFeed(DeviceFeed(CPU, options, self.data.job, intensities.volumes), conditioner)
 

@@ -247,7 +247,7 @@ def test_a_coarse_map_is_the_share_of_voxels_above_the_threshold(
 
 def data_config(path: Path | str, **options: Any) -> DataConfig:
     mask = options.pop("mask", None)
-    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4}
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4}
     return DataConfig(volumes=(VolumeConfig(path=str(path), mask=mask),), store=FAST, **(settings | options))
 
 
@@ -316,7 +316,7 @@ def test_every_patch_contains_enough_foreground_at_the_resolution_of_its_map(
         case "mask":
             options["mask"] = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", coarse)))
         case "level":
-            options["foreground"] = ForegroundConfig(source="level", level=1, threshold=50)
+            options["foreground"] = ForegroundConfig(level=1, threshold=50)
         case "chunks":
             put_sidecar(path / "0", coarse.astype(bool))
             options["patch_size"] = (16, 48, 48)  # of fewer starts

@@ -50,8 +50,6 @@ data:
     - path: {url}/scroll.zarr
   patch_size: [16, 16, 16]
   patches_per_region: 1
-  region_size: [32, 32, 32]
-  regions_per_task: 4
   store: {{requests: 2}}
 training:
   train_batch_size: 1

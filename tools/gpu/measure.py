@@ -206,7 +206,7 @@ class Bench:
         config = self.config.with_training(**asdict(setting))
         if not self.on_gpu and setting.train_batch_size > REHEARSED_BATCH:
             raise torch.OutOfMemoryError(f"rehearsed: micro-batches above {REHEARSED_BATCH} do not fit")
-        torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
+        torch.backends.cudnn.benchmark = True
         step, started = self._step(config), time.perf_counter()
         differences = compare(self._judged_steps(step, config), reference)
         warm_up_s = time.perf_counter() - started

@@ -252,7 +252,7 @@ def _data(volume: VolumeFacts, patch: Triple, held_out: bool, everywhere: bool =
         if volume.occupancy.present is not None:
             keys["min_foreground"] = 0.5
         elif masks:
-            keys |= {"min_foreground": 0.5, "foreground": ForegroundConfig(source="level", level=min(masks))}
+            keys |= {"min_foreground": 0.5, "foreground": ForegroundConfig(level=min(masks))}
     drawn_from = VolumeConfig(path=spec.path, level=spec.level)
     if spec.select:
         drawn_from = drawn_from.model_copy(update={"select": spec.select})

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
 
+_TIMEOUT_S = 30.0
 _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume
 
 
@@ -29,11 +30,11 @@ class ArrayConfig(Section):
 class ForegroundConfig(Section):
     """Definition of foreground for volumes without a mask, used if `data.min_foreground` is above 0."""
 
-    source: Literal["chunks", "level"] = Field(
-        default="chunks",
-        description="chunks = stored chunks (sidecar or listing); level = voxels of a coarser level",
+    level: PositiveInt | None = Field(
+        default=None,
+        description="coarser level of the same pyramid whose voxels are counted; null = the stored chunks (sidecar or "
+        "listing)",
     )
-    level: PositiveInt = Field(default=5, description="level of the same pyramid for source: level")
     threshold: float = Field(default=0.0, ge=0, description="intensity above which a voxel of that level is foreground")
 
 
@@ -46,9 +47,6 @@ class VolumeConfig(ArrayConfig):
     )
     min_foreground: float | None = Field(
         default=None, ge=0, le=1, description="overrides data.min_foreground for this volume; null = no override"
-    )
-    foreground: ForegroundConfig | None = Field(
-        default=None, description="overrides data.foreground for this volume; null = no override"
     )
     condition: ArrayConfig | None = Field(
         default=None,
@@ -103,9 +101,6 @@ class StoreConfig(Section):
         ge=0,
         description="how long reads are retried while the network, server or mount is down; then exit 6",
     )
-    timeout_s: float = Field(
-        default=30.0, gt=0, description="seconds without data after which a request counts as failed"
-    )
     anonymous: bool | None = Field(
         default=None,
         description="true = send no credentials; false = always sign requests to s3, gs and az; null = use "
@@ -116,8 +111,13 @@ class StoreConfig(Section):
     )
     cache_dir: PathText | None = Field(default=None, description="folder that caches fetched chunks; null = no cache")
     cache_gib: float = Field(
-        default=50.0, gt=0, description="size limit of the cache, shared by all readers, GiB (within 10 %)"
+        default=50.0, gt=0, description="size limit of the cache, shared by all workers, GiB (within 10 %)"
     )
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without data after which a request counts as failed: a retry must fit into an outage."""
+        return min(_TIMEOUT_S, 30 * self.outage_minutes) or _TIMEOUT_S
 
 
 class DataConfig(Section):
@@ -143,12 +143,6 @@ class DataConfig(Section):
         default=None,
         description="M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit",
     )
-    regions_per_task: PositiveInt | None = Field(
-        default=None, description="R, regions read per task; null = 1 to 8, together 128 MiB"
-    )
-    region_size: SizeZYX | None = Field(
-        default=None, description="voxels (z, y, x) read at once; null = from chunks and patch"
-    )
     min_foreground: float = Field(
         default=0.0,
         ge=0,
@@ -172,19 +166,18 @@ class DataConfig(Section):
     augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="scaling of intensities to model values")
     condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="the same for the condition")
-    condition_classes: PositiveInt | None = Field(
+    condition_classes: PositiveInt | tuple[int, ...] | None = Field(
         default=None,
-        description="the condition holds labels of n classes, encoded as n channels of 0 and 1; null = intensities",
-    )
-    condition_values: tuple[int, ...] | None = Field(
-        default=None, description="stored label of each class, in order; null = 0 ... n-1"
+        description="the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and "
+        "encoded as n channels of 0 and 1; null = intensities",
     )
     validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out data")
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def class_values(self) -> tuple[int, ...] | None:
         """Stored label of each class; None for conditions of intensities."""
-        return self.condition_values or (tuple(range(self.condition_classes)) if self.condition_classes else None)
+        classes = self.condition_classes
+        return tuple(range(classes)) if isinstance(classes, int) else classes
 
     @property
     def condition_nan(self) -> Literal["air", "error"] | float:
@@ -192,7 +185,6 @@ class DataConfig(Section):
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
     def min_foreground_of(self, volume: VolumeConfig) -> float:
-        """Return the minimum share of foreground in the patches of a volume."""
         return self.min_foreground if volume.min_foreground is None else volume.min_foreground
 
     def with_patches_from_everywhere(self) -> Self:
@@ -229,13 +221,10 @@ class DataConfig(Section):
                 "condition_normalize needs a condition of intensities, but there "
                 f"{'are labels' if self.condition_classes else 'is none'}; remove data.condition_normalize"
             )
-        values = self.condition_values
-        if values is not None and (len(set(values)) != len(values) or len(values) != self.condition_classes):
-            yield (
-                f"condition_values {list(values)} do not name condition_classes={self.condition_classes} distinct "
-                "labels; make them match"
-            )
-        if self.condition_classes and not any(paired):
+        values = self.class_values
+        if values is not None and (not values or len(set(values)) != len(values)):
+            yield f"condition_classes {list(values)} are not distinct labels; list each class once"
+        if values and not any(paired):
             yield (
                 f"condition_classes is {self.condition_classes}, but no volume has a condition; add "
                 "data.volumes[].condition or remove data.condition_classes"

@@ -18,26 +18,6 @@ from vesuvius.config.section import Location
 KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
-RENAMED = {
-    "data.augment.turn": "rot90",
-    "data.validation.guard": "gap",
-    "diffusion.noise=edm": "spectral",
-    "diffusion.schedule": "noise",
-}
-"""Keys, or key=value, of earlier versions, which are still accepted, and their current names."""
-TRAINED_WITH: dict[str, Any] = {
-    "data.augment.brightness": 0.0,
-    "data.augment.contrast": 0.0,
-    "diffusion.loss": "l2",
-    "diffusion.zero_terminal_snr": False,
-    "model.norm_groups": 32,
-    "model.scalars": [],
-    "model.skips": "concat",
-}
-"""Removed keys that a model depends on, with the value that this version trains with."""
-WITHOUT_EFFECT = ("training.autotune", "diffusion.huber_delta", "diffusion.sampler_eta", "diffusion.sampler_quantile")
-"""Removed keys that no trained model depends on."""
-
 # Consequences of a changed key for a resumed run, by key prefix.
 
 # Another experiment: its weights do not fit or mean something else.  Sampler settings may change.
@@ -156,23 +136,18 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
 
 
 def _suggest(path: KeyPath) -> str:
-    """Suggest the most similar key, also by the name that it had, in full if it is in another section.  Pure."""
+    """Suggest the most similar key, in full if it is in another section.  Pure."""
     section, wanted = "".join("[]" if isinstance(step, int) else f".{step}" for step in path[:-1])[1:], str(path[-1])
     homes: dict[str, str] = {}
-    for known in (*(key for key, _ in iter_keys()), *(key for key in RENAMED if "=" not in key)):
+    for known, _ in iter_keys():
         home, _, name = known.rpartition(".")
         homes[name] = home if name not in homes or home == section else homes[name]
     here = [name for name, home in homes.items() if home == section]
-    joined = {re.sub(r"\W+", "_", key): key for key, _ in iter_keys()}  # VESUVIUS_TRAINING_LR
-    if not section and "_" in wanted and (near := difflib.get_close_matches(wanted, joined, n=1, cutoff=0.9)):
-        return f"; did you mean {joined[near[0]]}?"
     for names in ([wanted] if wanted in homes else [], here, list(homes)):
         if near := difflib.get_close_matches(wanted, names, n=1):
             home = homes[near[0]]
-            old, prefix = f"{home}.{near[0]}", "" if home in (section, "") else f"{home}."
-            new = f"{RENAMED[old]} (formerly {near[0]})" if old in RENAMED else near[0]
-            return f"; did you mean {prefix}{new}?"
-    return f"; known keys: {', '.join(name for name in here if f'{section}.{name}' not in RENAMED)}"
+            return f"; did you mean {'' if home in (section, '') else f'{home}.'}{near[0]}?"
+    return f"; known keys: {', '.join(here)}"
 
 
 @functools.cache
@@ -181,7 +156,6 @@ def _config_schema() -> JsonSchema:
 
 
 def _resolved(schema: JsonSchema) -> JsonSchema:
-    """Resolve the reference of a schema, if it has one."""
     if "$ref" not in schema:
         return schema
     target: JsonSchema = _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
@@ -189,7 +163,6 @@ def _resolved(schema: JsonSchema) -> JsonSchema:
 
 
 def _not_null(schema: JsonSchema) -> JsonSchema:
-    """Return the schema without null, for a key that may be null."""
     options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
     return options[0] if len(options) == 1 else schema
 
@@ -207,7 +180,6 @@ def schema_at(path: KeyPath) -> JsonSchema:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return `data.volumes.0.path`."""
     return ".".join(map(str, path)) or "the top level"
 
 
@@ -218,7 +190,6 @@ def show(value: object) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted key, as in overrides."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}

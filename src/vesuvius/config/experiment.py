@@ -14,7 +14,6 @@ from vesuvius.config.training import DiffusionConfig, ModelConfig, TrainingConfi
 
 _LONGEST_NAME = 200  # bytes; a file name has 255, including the suffix
 NEVER = 10**9  # as a period in steps: longer than any run
-Share = Annotated[float, Field(gt=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 HostAndPort = Annotated[str, Field(pattern=r"^\S+:\d{1,5}$")]
 
@@ -48,17 +47,11 @@ class MonitorConfig(Section):
     )
     guard: Literal["off", "warn", "act"] = Field(
         "act",
-        description="response to memory running out: act = first stop a reader and halve the prefetch, then save and "
-        "exit 4",
+        description="response to memory running out: act = at 84 % of the limit drop volumes kept in memory, then "
+        "halve the prefetch and stop a worker, once; at 92 % save and exit 4 (Ray kills workers at 95 %)",
     )
     ram_limit_gib: float | None = Field(
         None, gt=0, description="memory limit of this run and its readers, GiB; null = the cgroup's or machine's"
-    )
-    exit_at: Share = Field(
-        0.92,
-        description="share of the memory limit at which the guard saves and exits (Ray kills readers at 0.95); it "
-        "warns from 0.80 on, and from 0.84 on drops volumes kept in memory, then halves the prefetch and stops a "
-        "reader, once",
     )
 
 
@@ -99,7 +92,6 @@ class Config(Section):
 
     @property
     def global_batch(self) -> int:
-        """Samples per optimizer step, over all micro-batches and ranks."""
         ranks = 1 if self.training.ranks == "auto" else self.training.ranks  # launchers replace auto
         return self.training.micro_batch * self.training.accumulate_steps * ranks
 
@@ -110,12 +102,10 @@ class Config(Section):
 
     @property
     def horizon_steps(self) -> int:
-        """Optimizer steps of the full run and of the LR schedule."""
         return self.training.epochs * self.training.steps_per_epoch
 
     @property
     def stop_step(self) -> int:
-        """The last optimizer step of this run."""
         return min(self.horizon_steps, self.training.max_steps or self.horizon_steps)
 
     @property
@@ -126,7 +116,7 @@ class Config(Section):
     @property
     def condition_channels(self) -> int:
         """Input channels in addition to x_t: those of the condition, and one that marks its presence."""
-        return (self.data.condition_classes or 1) + 1 if self.has_condition else 0
+        return len(self.data.class_values or (0,)) + 1 if self.has_condition else 0
 
     @property
     def input_channels(self) -> int:

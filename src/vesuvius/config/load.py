@@ -20,8 +20,6 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.config.describe import (
-    TRAINED_WITH,
-    WITHOUT_EFFECT,
     KeyPath,
     dotted,
     explain,
@@ -32,7 +30,7 @@ from vesuvius.config.describe import (
     to_yaml_block,
 )
 from vesuvius.config.section import Location
-from vesuvius.config.yaml_source import Lines, current_name, find_comment, read_yaml
+from vesuvius.config.yaml_source import Lines, find_comment, read_yaml
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -85,14 +83,13 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 
 
 def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """Like `parse_config`, from a stored `config.model_dump(mode="json")`, also of an earlier version.
+    """Like `parse_config`, from a stored `config.model_dump(mode="json")`, also of another version.
 
     Unknown keys are ignored and logged, unless the trained model depends on them.
     """
-    tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source, is_stored=True)[0]
+    tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source)[0]
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
-        is_harmless = not key.startswith(("model.", "diffusion.")) or key in WITHOUT_EFFECT
-        if value != TRAINED_WITH.get(key, value if is_harmless else object()):
+        if key.startswith(("model.", "diffusion.", "data.condition_")):
             raise ConfigError(
                 f"{source} was trained with {key}={show(value)}, which this version does not have; use the version of "
                 "vesuvius that trained it"
@@ -214,7 +211,6 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
 
 
 def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
-    """Merge two trees section by section; other values and lists come from `above`."""
     merged = above | {key: value for key, value in below.items() if key not in above}
     for key in above.keys() & below.keys():
         if isinstance(above[key], dict) and isinstance(below[key], dict):
@@ -246,19 +242,11 @@ def _validated(
         found = dict(filter(None, map(explain, error.errors()[: 50 * _MOST_PROBLEMS])))
         within = {path: f"{dotted(path)}: " if path else "" for path in found}
         wrong = [f"{_source(path, text, layers, settings)}: {within[path]}{text}" for path, text in found.items()]
-        problems = [*map(_with_variable, wrong), *problems]
+        problems = [*wrong, *problems]
     if problems:
         more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
         raise ConfigError("\n".join([*problems[:_MOST_PROBLEMS], *more]))
     return config
-
-
-def _with_variable(problem: str) -> str:
-    """Name the variable in place of a suggested key if a problem is that of one without a section."""
-    unknown = re.fullmatch(r"(environment variable \w+: )\w+: (unknown key; did you mean )([\w.[\]]+)\?", problem)
-    if unknown is None:
-        return problem
-    return f"{unknown[1]}{unknown[2]}{_PREFIX}{unknown[3].replace('[]', '.0').replace('.', '__').upper()}?"
 
 
 def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
@@ -275,7 +263,6 @@ def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[
 
 
 def _place(path: KeyPath, layers: _Layers) -> str:
-    """Return file and line of a value, or of the section around it: `x.yaml:3`."""
     found, place = 0, next(iter(layers))
     for file, lines in layers.items():
         depth = max(n for n in range(len(path) + 1) if path[:n] in lines)
@@ -291,9 +278,7 @@ def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
 
     Raises ConfigError before any change.
     """
-    parts: tuple[str, ...] = ()
-    for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."):
-        parts += (current_name(dotted((*parts, part.strip())), part.strip()),)
+    parts = tuple(part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."))
     if not all(parts) or not key.isprintable():
         raise ConfigError("not an override; write key.path=value, such as training.lr=1e-4")
     value, _ = read_yaml(text, label, parts, has_lines=False)

@@ -5,18 +5,13 @@ Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010
 
 from __future__ import annotations
 
-import functools
-import logging
-import re
 from contextlib import suppress
 from typing import Any
 
 import yaml
 
-from vesuvius.config.describe import RENAMED, KeyPath, add_core_scalars, dotted
+from vesuvius.config.describe import KeyPath, add_core_scalars, dotted
 from vesuvius.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 Lines = dict[KeyPath, int]
 """Line of each key and item, counted from 1; 0 for the text as a whole."""
@@ -34,13 +29,10 @@ class _CoreLoader(yaml.SafeLoader):
 add_core_scalars(_CoreLoader)
 
 
-def read_yaml(
-    text: str, source: str, path: KeyPath = (), has_lines: bool = True, is_stored: bool = False
-) -> tuple[Any, Lines]:
+def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True) -> tuple[Any, Lines]:
     """Return the values of a text at `path` of the config, and their lines.
 
-    The values are fresh dicts, lists and scalars; None for an empty text.  Keys of earlier versions get their current
-    names; `is_stored` omits the notice about it from the log.
+    The values are fresh dicts, lists and scalars; None for an empty text.
 
     Raises ConfigError: begins with the source and, if it `has_lines`, the line.
     """
@@ -59,29 +51,24 @@ def read_yaml(
         match node:
             case yaml.MappingNode(tag="tag:yaml.org,2002:map"):
                 found: dict[str, Any] = {}
-                written: dict[str, str] = {}
                 for key, value in node.value:
                     if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
                         raise refused(key.start_mark.line, "invalid key; use plain text on one line")
-                    name = current_name(dotted((*path, key.value)), key.value, is_stored)
-                    inner = (*path, name)
+                    inner = (*path, key.value)
                     if key.value == "<<":
                         what = "<<: merge keys are not read; write the keys here, or in a file that this one `extends`"
                         raise refused(key.start_mark.line, what)
-                    if name in found:
-                        also = "" if written[name] == key.value else f", also as {written[name]}"
-                        what = f"{dotted((*path, key.value))}: the key is set twice{also}; remove one"
-                        raise refused(key.start_mark.line, what)
-                    written[name], lines[inner] = key.value, key.start_mark.line + 1
-                    found[name] = plain(value, inner)
+                    if key.value in found:
+                        raise refused(key.start_mark.line, f"{dotted(inner)}: the key is set twice; remove one")
+                    lines[inner] = key.start_mark.line + 1
+                    found[key.value] = plain(value, inner)
                 return found
             case yaml.SequenceNode(tag="tag:yaml.org,2002:seq"):
                 lines.update({(*path, index): item.start_mark.line + 1 for index, item in enumerate(node.value)})
                 return [plain(item, (*path, index)) for index, item in enumerate(node.value)]
             case yaml.ScalarNode():
                 with suppress(ValueError):  # reported below, as for other kinds of nodes
-                    value = _scalar(node)
-                    return current_name(f"{dotted(path)}={value}", value, is_stored)
+                    return _scalar(node)
         raise refused(
             line, f"{dotted(path)}: cannot read the value as {node.tag.rpartition(':')[2]}; write a plain value"
         )
@@ -107,20 +94,6 @@ def find_comment(text: str) -> str:
     scalars = [token for token in yaml.scan(text, Loader=_CoreLoader) if isinstance(token, yaml.ScalarToken)]
     inside = {at for token in scalars for at in range(token.start_mark.index, token.end_mark.index)}
     return next((text[at:] for at, letter in enumerate(text) if letter == "#" and at not in inside), "")
-
-
-def current_name(name: str, default: Any, is_stored: bool = False) -> Any:
-    """Return the current name of a key, or the current value for `key=value`; the default if it was not renamed."""
-    if (new := RENAMED.get(re.sub(r"\.\d+", "[]", name))) is None:
-        return default
-    if not is_stored:
-        _log_rename(name, new)
-    return new
-
-
-@functools.cache  # once per process
-def _log_rename(old: str, new: str) -> None:
-    log.warning("%s is now %s; the old name is still accepted", old, new)
 
 
 def _scalar(node: yaml.ScalarNode) -> str | int | float | bool | None:

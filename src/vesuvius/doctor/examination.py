@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WITHIN_S = 25.0
 _RAY_S = 22.0
-_GIVE_UP_MINUTES = 0.05  # do not wait for the end of an outage
+_GIVE_UP_MINUTES = 0.15  # do not wait for the end of an outage
 _GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
 _DRY_RUN = "run `vesuvius train --dry-run`, which has no time limit"
 _STORE_HANGS = "check the network, the mount and the address in data.volumes"
@@ -111,7 +111,7 @@ def _open_data(config: Config) -> PreparedData:
     """Open the volumes without the disk cache.  Raises DataError, soon if a store does not respond."""
     from vesuvius.stream.start.prepare import prepare_data
 
-    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
+    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, cache_dir=None)
     return prepare_data(config.seed, data)
 
 

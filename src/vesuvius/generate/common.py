@@ -142,7 +142,7 @@ class Network:
             log.warning("Sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)
         self._volume = request.volume_index
-        self._conditioner = Conditioner(config.data.labels, data.intensities.conditions, self.device)
+        self._conditioner = Conditioner(config.data.class_values, data.intensities.conditions, self.device)
 
     def generate(
         self, seed: int, samples: Sequence[int], stored: NDArray[Any] | None, on_step: Callable[[int, Tensor], None]

@@ -118,7 +118,7 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
             if conditions and stored is not None:
                 condition_array[rows] = stored
                 pictures = [to_model_values(stored, conditions.intensity), x_0]
-                caption = "{}: labels, sample" if config.data.labels else "{}: condition, sample"
+                caption = "{}: labels, sample" if config.data.class_values else "{}: condition, sample"
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.options import to_integer
 
-Spec = TypeVar("Spec", bound=ArrayConfig)
 PathLike = str | os.PathLike[str]
 Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConfig
 Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
@@ -26,61 +25,50 @@ _MASKED_FOREGROUND = 0.5
 
 
 def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
-    """Make the data config and the seed from the arguments of a loader."""
-    sampling = {
-        key: value if key in ("labels", "mask") else natural(value) for key, value in given.items() if value is not None
-    }
+    """Make the data config and the seed from the arguments of a loader.  Raises ConfigError."""
+    given = {key: value for key, value in given.items() if value is not None}
+    normalize = natural(given.pop("normalize", True))
     if isinstance(volumes, (str, os.PathLike)) and Path(volumes).suffix in (".yaml", ".yml"):
         config = read_config(Path(volumes))
         volumes, seed = config.data, config.seed if seed is None else seed
     seed = 0 if seed is None else to_integer("seed", seed, 0)
     if isinstance(volumes, DataConfig):
-        if sampling.get("normalize") is False:
-            del sampling["normalize"]
-        if sampling:
-            raise ConfigError(f"{', '.join(sampling)} cannot be combined with a data section; set it there")
+        if unused := [*given, *(["normalize"] if not isinstance(normalize, bool) else [])]:
+            raise ConfigError(f"{', '.join(unused)} cannot be combined with a data section; set it there")
         return volumes, seed
-    named = _several("volumes", volumes, VolumeConfig)
+    keys: dict[str, Any] = {"patch_size": given["patch_size"]} if "patch_size" in given else {}
+    sizes = natural(keys.get("patch_size"))
+    # rot90 is left to the default if it is possible
+    may_rotate = given.get("augment", True) and not (isinstance(sizes, tuple) and len({*sizes[1:]}) > 1)
+    keys["augment"] = AugmentConfig(flip=given.get("augment", True), **({} if may_rotate else {"rot90": False}))
+    keys["min_foreground"] = given.get("min_foreground", _MASKED_FOREGROUND if "mask" in given else 0.0)
+    match normalize:
+        case bool():
+            pass
+        case (low, high):
+            keys["normalize"] = NormalizeConfig(low=low, high=high)
+        case _:
+            raise ConfigError(f"normalize {normalize!r} is not valid; set it to True, False or (low, high)")
+    keys["validation"] = ValidationConfig(fraction=given.get("validation_fraction", 0.0))
+    data = DataConfig(volumes=tuple(_entries(volumes)), **keys)
     for argument, key in (("labels", "condition"), ("mask", "mask")):
-        if argument not in sampling:
+        if argument not in given:
             continue
-        arrays = _several(argument, sampling[argument], ArrayConfig)
-        if len(arrays) != len(named):
-            raise ConfigError(f"{argument} has {len(arrays)} entries for {len(named)} volumes; pass one for each")
-        named = [volume.model_copy(update={key: each}) for volume, each in zip(named, arrays, strict=True)]
-    keys: dict[str, Any] = {"volumes": named}
-    if "patch_size" in sampling:
-        sizes = _numbers("patch_size", sampling["patch_size"], 3, "voxels (z, y, x)")
-        keys["patch_size"] = [to_integer("patch_size", size, 1) for size in sizes]
-    square = "patch_size" not in sampling or len({*keys["patch_size"][1:]}) == 1
-    flips = sampling.get("augment", True)  # rot90 is left to the default if it is possible
-    keys["augment"] = AugmentConfig(flip=flips) if flips and square else AugmentConfig(flip=flips, rot90=False)
-    keys["min_foreground"] = sampling.get("min_foreground", _MASKED_FOREGROUND if "mask" in sampling else 0.0)
-    if not isinstance(normalize := sampling.get("normalize", True), bool):
-        low, high = _numbers("normalize", normalize, 2, "True, False or (low, high)")
-        keys["normalize"] = NormalizeConfig(low=float(low), high=float(high))
-    keys["validation"] = ValidationConfig(fraction=sampling.get("validation_fraction", 0.0))
-    return DataConfig(**keys), seed
+        arrays = _entries(given[argument])
+        if len(arrays) != len(data.volumes):
+            raise ConfigError(
+                f"{argument} has {len(arrays)} entries for {len(data.volumes)} volumes; pass one for each"
+            )
+        if any(each is None for each in arrays):
+            raise ConfigError(f"{argument} has an entry None; volumes without {argument} need a loader of their own")
+        named = [VolumeConfig(**dict(volume) | {key: each}) for volume, each in zip(data.volumes, arrays, strict=True)]
+        data = DataConfig(**dict(data) | {"volumes": named})
+    return data, seed
 
 
-def _several(name: str, given: Any, kind: type[Spec]) -> list[Spec]:
-    """Convert one or several paths or configs to configs.  Raises ConfigError for anything else."""
-    configs = []
-    for each in given if isinstance(given, (list, tuple)) else [given]:
-        spec = kind(path=os.fspath(each)) if isinstance(each, (str, os.PathLike)) else each
-        if not isinstance(spec, kind):
-            more = f"; volumes without {name} need a loader of their own" if each is None and name != "volumes" else ""
-            entry = f"{name} has an entry of type {type(each).__name__}"
-            raise ConfigError(f"{entry}; pass paths or {kind.__name__}s{more}")
-        configs.append(spec)
-    return configs
-
-
-def _numbers(name: str, value: Any, count: int, what: str) -> tuple[Any, ...]:
-    """Check that a value is a tuple of `count` numbers.  Raises ConfigError for anything else."""
-    if not isinstance(value, tuple) or len(value) != count or not all(isinstance(each, Real) for each in value):
-        raise ConfigError(f"{name} {value!r} is not valid; set it to {what}")
-    return value
+def _entries(given: Any) -> list[Any]:
+    several = given if isinstance(given, (list, tuple)) else [given]
+    return [{"path": each} if isinstance(each, (str, os.PathLike)) else each for each in several]
 
 
 def dtype_of_labels(given: Any, stored: str | None) -> torch.dtype | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation, Sample
 from vesuvius.stream.feeder import Batch
-from vesuvius.stream.options import StreamOptions, StreamStart
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.stream.stream import PatchStream
@@ -64,7 +64,7 @@ class DeviceFeed:
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
+    def open(self, **start: Any) -> Iterator[PatchStream]:
         """Open the stream that `next` draws from, for the context; arguments and errors are those of `PatchStream`."""
         with self.start(**start) as stream:
             try:
@@ -72,7 +72,7 @@ class DeviceFeed:
             finally:
                 self._stream = None  # it references its last batches
 
-    def start(self, **start: Unpack[StreamStart]) -> PatchStream:
+    def start(self, **start: Any) -> PatchStream:
         """Open the stream that `next` draws from; the caller closes it."""
         self._stream = PatchStream(self.job, self.options, **start)
         return self._stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self, Unpack
 from weakref import WeakSet
@@ -20,9 +20,9 @@ from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.loader.ranks import compare_positions, given_rank, launched_rank
 from vesuvius.loader.resident import keeps_resident, open_resident
 from vesuvius.monitor.clock import HostClock
+from vesuvius.stream.events import check_process, check_state
 from vesuvius.stream.options import StreamChanges, StreamOptions, to_integer
 from vesuvius.stream.start.prepare import IntensityRange, amplified_reads, prepare_data
-from vesuvius.stream.state import check_process, check_state
 from vesuvius.stream.stream import PatchStream
 from vesuvius.threads import end_later
 from vesuvius.volumes.box import Box
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _CLOSED = "The PatchLoader was closed during this loop; begin another one"
 
 
-class PatchLoader(Iterable[PatchBatch]):
+class PatchLoader(IterableDataset[PatchBatch]):
     """Batches of patches in a reproducible random order, read by separate processes.
 
     Patches and their order depend on `seed`, the volumes and the sampling arguments, not on `workers`,
@@ -148,7 +148,7 @@ class PatchLoader(Iterable[PatchBatch]):
         if self._is_running:
             raise ConfigError(
                 "A PatchLoader cannot be pickled while its readers run; close() it first, or make it in the process "
-                "that uses it (a DataLoader over a PatchDataset: set num_workers=0 and PatchLoader(workers=...))"
+                "that uses it (a DataLoader over it: set num_workers=0 and PatchLoader(workers=...))"
             )
         return {name: getattr(self, name) for name in self._pickled}
 
@@ -335,16 +335,3 @@ class _Loop(Iterator[PatchBatch]):
 
     def __next__(self) -> PatchBatch:
         return self._loader._next(self)
-
-
-class PatchDataset(IterableDataset[PatchBatch]):
-    """A `PatchLoader` for code that requires a DataLoader: `DataLoader(PatchDataset(loader), batch_size=None)`."""
-
-    def __init__(self, loader: PatchLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[PatchBatch]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)

@@ -22,7 +22,6 @@ RESIDENT_SHARE = 0.5  # of the free memory that decoded volumes may take
 
 
 def ram_limit(configured_gib: float | None = None) -> MemoryLimit:
-    """The smallest of machine memory, cgroup limits and `monitor.ram_limit_gib`."""
     limits = MemoryPolicy(configured_bytes=None if configured_gib is None else int(configured_gib * GIB))
     return tightest(sample_system(os.getpid()), limits)
 

@@ -178,7 +178,6 @@ class _Diagnosis:
             ("training.amp=auto", k.amp == "off"),
             ("training.compile=auto", not k.compile),
             ("training.channels_last=auto", not k.channels_last),
-            ("training.cudnn_benchmark=true", not k.cudnn_benchmark and not k.deterministic),
         )
         return next(((override,) for override, is_off in off if is_off), None) or self._larger_micro_batch()
 
@@ -235,13 +234,13 @@ class _Diagnosis:
             return self._data("first pass", f"{waited}, voxels not yet in memory were read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
             evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
-            more = "a lower data.regions_per_task or data.patches_per_region makes more tasks"
+            more = "a lower data.patches_per_region makes more tasks"
             advice = f"the remaining samples make too few tasks; in a new run, {more}"
             return self._data("too few tasks", evidence, advice)
         read_s, busy = w.read_s or 0.0, self._readers_busy()
         on_core = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
         if k.workers and max(busy, on_core or 0.0) < _BUSY:
-            advice = "regions are small compared with Ray's overhead per region; see data.region_size"
+            advice = "regions are small compared with Ray's overhead per region; raise data.stream_gib in a new run"
             return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
             return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")

@@ -104,8 +104,6 @@ class Knobs:
     amp: str
     compile: bool
     channels_last: bool
-    cudnn_benchmark: bool
-    deterministic: bool
     train_batch_size: int
     accumulate_steps: int
     workers: int

@@ -45,7 +45,6 @@ class AxisCells:
         return max(lo, self.first), min(lo + self.length, self.first + self.count)
 
     def cells(self, phase: int) -> Iterator[tuple[int, int]]:
-        """Yield all cells in ascending order."""
         start = self.first
         while start < self.first + self.count:
             cell = self.cell_of(start, phase)
@@ -69,7 +68,6 @@ class Cells:
 
     @cached_property
     def num_starts(self) -> int:
-        """Number of starts in all cells."""
         return math.prod(axis.count for axis in self.axes)
 
     @cached_property
@@ -79,11 +77,9 @@ class Cells:
 
     @property
     def largest(self) -> int:
-        """Number of starts of the largest cell."""
         return math.prod(self.largest_zyx)
 
     def draw_phases(self, rng: np.random.Generator) -> Triple:
-        """Draw a phase for each axis."""
         return triple(axis.phases[int(rng.integers(len(axis.phases)))] for axis in self.axes)
 
     def cell_of(self, start_zyx: Triple, phases_zyx: Triple) -> Box:
@@ -110,12 +106,10 @@ class Cells:
         return math.prod(axis.decoded_voxels(p, c) for axis, p, c in zip(self.axes, patch_zyx, chunk_zyx, strict=True))
 
     def region_zyx(self, patch_zyx: Triple) -> Triple:
-        """Shape of the largest region."""
         return triple(cell + patch - 1 for cell, patch in zip(self.largest_zyx, patch_zyx, strict=True))
 
 
 def region_of(cell: Box, patch_zyx: Triple) -> Box:
-    """Return the box of voxels that the patches of a cell cover."""
     return cell[0], triple(hi + patch - 1 for hi, patch in zip(cell[1], patch_zyx, strict=True))
 
 
@@ -146,15 +140,6 @@ def lay_cells(
 def patches_of(starts: int, patch_zyx: Triple) -> float:
     """Number of patches from a cell of this many starts for which those of a visit cover a voxel `DENSITY` times."""
     return DENSITY * starts / math.prod(patch_zyx)
-
-
-def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
-    """Return cells whose regions have at most a given size; their boundaries ignore the chunks."""
-    axes = []
-    for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
-        length = min(region, hi - lo) - patch + 1
-        axes.append(AxisCells(lo, hi - lo - patch + 1, length, tuple(range(length))))
-    return Cells(triple(axes))
 
 
 class _Length(NamedTuple):

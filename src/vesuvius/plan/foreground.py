@@ -58,7 +58,6 @@ class QualifyingStarts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the map, its voxels and the list of blocks."""
         voxels = self.map.voxels.bits.nbytes if self.map.voxels else 0
         return self.map.fraction.nbytes + voxels + self.blocks.nbytes
 

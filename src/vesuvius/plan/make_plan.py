@@ -12,7 +12,7 @@ import numpy as np
 
 from vesuvius.config import DataConfig, Triple, ValidationConfig
 from vesuvius.errors import DataError
-from vesuvius.plan.cells import cells_of_region_size, lay_cells, patches_of
+from vesuvius.plan.cells import lay_cells, patches_of
 from vesuvius.plan.foreground import qualifying_starts
 from vesuvius.plan.order import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
@@ -136,7 +136,6 @@ def _replace(zyx: Triple, axis: int, value: int) -> Triple:
 
 
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
-    """Make the plan of a run.  Pure."""
     patch = config.patch_size
     largest = max(volumes, key=lambda volume: _region_bytes(volume, patch))
     region_bytes = _region_bytes(largest, patch)
@@ -146,7 +145,7 @@ def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> P
         seed=seed,
         patch_zyx=patch,
         mixing=Mixing(seed, regions, config.patches_per_region or _patches_per_region(largest, patch)),
-        regions_per_task=config.regions_per_task or _within(_TASK_BYTES // region_bytes, _REGIONS_PER_TASK),
+        regions_per_task=_within(_TASK_BYTES // region_bytes, _REGIONS_PER_TASK),
         augment=config.augment,
         volumes=tuple(volumes),
     )
@@ -168,24 +167,15 @@ def plan_volume(
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
     32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
-    has at least 32 cells if its starts allow it.  `data.region_size` overrides both.  A reader holds `voxel_bytes` per
-    voxel, those of the dtype and of a condition.  `min_foreground` is measured on the map.  Raises DataError: a region
-    is smaller than a patch, or no start holds enough foreground.
+    has at least 32 cells if its starts allow it.  A reader holds `voxel_bytes` per voxel, those of the dtype and of a
+    condition.  `min_foreground` is measured on the map.  Raises DataError: no start holds enough foreground.
     """
     patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
-    if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):
-        raise DataError(
-            f"data.region_size {list(config.region_size)} is smaller than the patch {list(patch)}; increase it or set "
-            "it to null"
-        )
-    if config.region_size is not None:
-        cells = cells_of_region_size(split.train, patch, config.region_size)
-    else:
-        wanted = config.regions_in_flight or _REGIONS_WANTED
-        voxels_max = int(config.stream_gib * 2**30) // (wanted * voxel_bytes)
-        voxels_max = max(voxels_max, math.prod(5 * size // 4 for size in patch))
-        patches_max = config.patches_per_region or _PATCHES_PER_REGION[1]
-        cells = lay_cells(split.train, patch, chunk_zyx, voxels_max, wanted, patches_max)
+    wanted = config.regions_in_flight or _REGIONS_WANTED
+    voxels_max = int(config.stream_gib * 2**30) // (wanted * voxel_bytes)
+    voxels_max = max(voxels_max, math.prod(5 * size // 4 for size in patch))
+    patches_max = config.patches_per_region or _PATCHES_PER_REGION[1]
+    cells = lay_cells(split.train, patch, chunk_zyx, voxels_max, wanted, patches_max)
     planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
     if foreground is None:
         return planned

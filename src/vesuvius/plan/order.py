@@ -139,11 +139,9 @@ class Mixing:
         return first + (_order(self.seed, self.regions, self.groups, round_index)[position] - first) % self.regions
 
     def first_slot(self, round_index: int) -> int:
-        """Return the first of the M slots in flight in a round."""
         return round_index * self.regions // self.patches
 
     def rounds_of(self, slot: int) -> range:
-        """Return the rounds in which a slot is in flight."""
         first = -(-(slot - self.regions + 1) * self.patches // self.regions)
         stop = -(-(slot + 1) * self.patches // self.regions)
         return range(max(first, 0), stop)

@@ -105,7 +105,6 @@ class Sample:
 
     @property
     def start_zyx(self) -> Triple:
-        """Start of its patch in the volume."""
         return self.box[0]
 
 
@@ -134,12 +133,10 @@ class Plan:
 
     @property
     def samples_per_task(self) -> int:
-        """Number of samples cut from the regions of a task."""
         return self.patches_per_region * self.regions_per_task
 
     @cached_property
     def region_voxels_max(self) -> int:
-        """Number of voxels of the largest region."""
         return max(math.prod(volume.cells.region_zyx(self.patch_zyx)) for volume in self.volumes)
 
     @property
@@ -155,7 +152,6 @@ class Plan:
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of the foreground maps."""
         return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)
 
     @property
@@ -297,7 +293,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _shifts(seed: tuple[int, ...], cell: Box) -> Triple:
-    """Draw the shift of a visit's lattice."""
     return triple(np.random.default_rng(seed).integers(*cell).tolist())
 
 

@@ -278,7 +278,7 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record], deaths: Se
 def _config(text: str) -> Mapping[str, Any]:
     """The resolved config, with current names of its keys; empty if it cannot be parsed."""
     try:
-        found, _ = read_yaml(text, "config.resolved.yaml", is_stored=True)
+        found, _ = read_yaml(text, "config.resolved.yaml")
     except ConfigError:
         return {}
     return found if isinstance(found, dict) else {}

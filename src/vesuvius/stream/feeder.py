@@ -1,4 +1,4 @@
-"""Assembles batches on a thread of its own, a few ahead of the trainer."""
+"""Cuts patches from the regions in flight and assembles batches, on a thread, a few ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.plan.plan import Sample
-from vesuvius.stream.cutter import Cutter, WaitTime
+from vesuvius.errors import VesuviusError
+from vesuvius.plan.plan import Sample, Visit
+from vesuvius.stream.reading.reader import ReaderJob, Region
+from vesuvius.stream.reading.reader_stats import BlockReport
 from vesuvius.threads import Pool
+from vesuvius.volumes.box import slices
 from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.store.retry import Outage
 
@@ -30,6 +33,101 @@ _COPIERS = 2
 
 class StreamInterrupted(Exception):  # noqa: N818 - not an error: it ends a wait
     """No batch was ready, and the caller wants to stop."""
+
+
+class StreamOrderError(VesuviusError):
+    """Regions or samples arrived in another order than the plan's; training on them would not be reproducible."""
+
+
+class WaitTime:
+    """Sums the seconds spent in its `with` blocks.  One thread waits, any thread may read."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)  # one tuple, so that updates are atomic
+
+    def __enter__(self) -> None:
+        self._state = (self._state[0], time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        self._state = (self.seconds, None)
+
+    @property
+    def waiting(self) -> bool:
+        return self._state[1] is not None
+
+    @property
+    def seconds(self) -> float:
+        """Total so far, including a wait under way."""
+        total, since = self._state
+        return total if since is None else total + time.perf_counter() - since
+
+
+Patch = tuple[Sample, list[NDArray[Any]]]
+"""A sample and its voxels: views (Z, Y, X) into the regions of the volume and, if any, its condition."""
+
+
+class Cutter:
+    """Turns the regions of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
+
+    Holds at most the plan's M regions in flight.  `on_report` gets the reader's report of each region, `starved`
+    measures the time spent waiting for them.
+    """
+
+    def __init__(
+        self,
+        job: ReaderJob,
+        regions: Iterator[Region],
+        on_report: Callable[[BlockReport], None],
+        starved: WaitTime,
+        first: int,
+        stop: int,
+    ) -> None:
+        self._job = job
+        self._regions = regions
+        self._on_report = on_report
+        self._starved = starved
+        self._indices = range(first + job.rank, stop, job.world)
+        self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
+        self._last_slot = -1
+        self.index = first + job.rank  # of the next sample
+
+    def patches(self) -> Generator[Patch]:
+        """Yield the patches in sample order.  A region is dropped in the round after its last patch.
+
+        Raises StreamOrderError: a region is missing or out of order.
+        """
+        plan = self._job.plan
+        try:
+            for index in self._indices:
+                self.index = index
+                first = plan.mixing.first_slot(index // plan.mixing.regions)
+                while self._in_flight and (oldest := next(iter(self._in_flight))) < first:
+                    del self._in_flight[oldest]
+                slot = plan.mixing.slot_of(index)
+                while slot not in self._in_flight:
+                    self._take_region(slot)
+                visit, regions = self._in_flight[slot]
+                sample = plan.sample_of(visit, index)
+                crop = slices(sample.box, visit.region[0])
+                yield sample, [region[crop] for region in regions]
+        finally:
+            self._in_flight.clear()  # views into the object store, which would otherwise stay full
+
+    def _take_region(self, wanted: int) -> None:
+        """Take the next region; they arrive in ascending order of their slots."""
+        with self._starved:
+            region = next(self._regions, None)
+        if region is None:
+            raise StreamOrderError(f"The readers ended before slot {wanted}; report this as a bug")
+        visit = region.visit
+        if not self._last_slot < visit.slot <= wanted:
+            raise StreamOrderError(
+                f"Slot {visit.slot} arrived after slot {self._last_slot}, not slot {wanted}; report this as a bug"
+            )
+        self._last_slot = visit.slot
+        if region.report is not None:
+            self._on_report(region.report)
+        self._in_flight[visit.slot] = visit, region.voxels
 
 
 @dataclass(frozen=True)
@@ -46,12 +144,10 @@ class Batch:
         return np.array([sample.index for sample in self.samples], np.int64)
 
     def rows(self, of: slice) -> Batch:
-        """Return some of the samples, as views."""
         return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of patches and condition."""
         return self.patches.nbytes + (0 if self.condition is None else self.condition.nbytes)
 
 
@@ -77,7 +173,6 @@ class FeederClock:
 
     @property
     def stats(self) -> FeederStats:
-        """Totals so far, including waits under way."""
         return FeederStats(
             self.cut_s,
             self.starved.seconds,
@@ -102,7 +197,6 @@ def reusable_arrays(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> 
 
 
 def _unreferenced(pool: list[NDArray[Any]]) -> NDArray[Any] | None:
-    """Return the first array that only this list references."""
     return next((array for array in pool if sys.getrefcount(array) <= _REFERENCES), None)
 
 
@@ -114,7 +208,7 @@ class Feeder:
     """Copies the patches of a cutter, which is iterated on its own thread, into batches ahead of the consumer.
 
     `layout` has shape and dtype of a batch's arrays.  At most `ahead` batches are assembled ahead.  During a wait
-    `interrupted` is polled several times a second.
+    `interrupted` is polled several times a second.  `views_stay`: patches stay valid after the next one is cut.
     """
 
     def __init__(
@@ -124,13 +218,14 @@ class Feeder:
         clock: FeederClock,
         ahead: int,
         interrupted: Callable[[], bool],
+        views_stay: bool,
     ) -> None:
         self._interrupted = interrupted
         self._batch_size = layout[0][0][0]
         self._cutter = cutter
         self._patches = cutter.patches()
-        # Two threads copy faster than one, but only views of a resident copy stay valid after the next patch is cut.
-        self._copiers = Pool(_COPIERS, "cut") if cutter.is_resident else None
+        # Two threads copy faster than one.
+        self._copiers = Pool(_COPIERS, "cut") if views_stay else None
         self._clock = clock
         self._arrays = [reusable_arrays(*of, BATCHES_IN_USE + ahead) for of in layout]
         # Both are C queues: the Python lock of a semaphore would stay locked if Ctrl-C interrupted it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypedDict
@@ -14,7 +13,6 @@ from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.reading.resident import Resident
 
 TASKS_IN_FLIGHT = 2  # per reader, so that it never waits for the next one
 # Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
@@ -45,21 +43,10 @@ class StreamOptions:
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
-        """Return the options that a config gives."""
         if training.ranks != 1 and cluster.reader_nodes == "auto":
             # Also for the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
             cluster = cluster.model_copy(update={"reader_nodes": "same"})
         return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
-
-
-class StreamStart(TypedDict, total=False):
-    """Keyword arguments of `PatchStream` that say where it begins."""
-
-    first: int
-    stop: int | None
-    quarantined: Sequence[dict[str, Any]]
-    interrupted: Callable[[], bool]
-    resident: Resident | None
 
 
 class StreamChanges(TypedDict, total=False):
@@ -94,7 +81,6 @@ def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
 
 
 def batches_ahead(options: StreamOptions) -> int:
-    """Number of batches assembled ahead of the trainer.  Pure."""
     return max(options.workers, 1) * options.prefetch_factor
 
 

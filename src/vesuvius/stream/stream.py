@@ -19,10 +19,10 @@ from weakref import WeakMethod, WeakSet
 import numpy as np
 
 from vesuvius.errors import ConfigError, DataError
+from vesuvius.plan.plan import Task
 from vesuvius.runlog.units import format_count
-from vesuvius.stream.cutter import Cutter, StreamOrderError
-from vesuvius.stream.events import EventRecorder
-from vesuvius.stream.feeder import Batch, Feeder, FeederClock, FeederStats
+from vesuvius.stream.events import EventRecorder, check_process, check_state
+from vesuvius.stream.feeder import Batch, Cutter, Feeder, FeederClock, FeederStats, StreamOrderError
 from vesuvius.stream.options import (
     StreamChanges,
     StreamOptions,
@@ -31,13 +31,12 @@ from vesuvius.stream.options import (
     is_ray_connected,
     store_prefetch_bytes,
 )
-from vesuvius.stream.reading.local import REGIONS_AHEAD, Regions
+from vesuvius.stream.reading.local import REGIONS_AHEAD
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.stream.sources import Sources
-from vesuvius.stream.state import check_process, check_state
+from vesuvius.stream.source import RayOfStream, RegionSource
 from vesuvius.threads import before_exit, end_later
 from vesuvius.volumes.errors import ClosedError
 
@@ -47,32 +46,30 @@ _open = WeakSet["PatchStream"]()
 
 
 class PatchStream(Iterator[Batch]):
-    """Batches from sample `first` on.  A context manager: closing it ends the readers, and Ray if it started Ray.
+    """Batches from sample `first` on.  A context manager: closing it ends the workers, and Ray if it started Ray.
 
-    Dropped without `close`, it is closed soon after on another thread.  For one process: refused in a forked child and
-    in a DataLoader's worker.
+    Dropped without `close`, it is closed soon after on another thread.  Refused in a forked child and in a DataLoader's
+    worker.
 
     Args:
         job: plan, volumes and rank; `prepare_data(...).job`.
-        options: batch size and readers.
         first: index of the first sample; a multiple of the number of ranks.
         stop: index after the last sample, or None for an endless stream.  The last batch may be short.
         quarantined: `quarantined` of an earlier stream over the same volumes; these boxes are not read again.
         interrupted: polled several times a second while `next` waits for a batch; if it returns True, `next` raises
             StreamInterrupted and the stream keeps its position.
-        resident: in-memory copy of the volumes to fill and to cut from, which the stream closes.  The readers end once
+        resident: in-memory copy of the volumes to fill and to cut from, which the stream closes.  The workers end once
             it is full; none are started if the volumes are so small that it soon will be.
 
     Attributes:
         options: the current ones; `reconfigure` and a resident copy change them.
         events: the last 10,000 events; the caller may remove them.
         quarantined: a record for each damaged box; regions that touch one are replaced.
-        readers: statistics of each living reader process by pid.
+        readers: statistics of each living worker process by pid.
 
     Raises:
-        DataError: on opening or iterating, if a volume cannot be read or too many regions cannot.
-        ConfigError: on opening, if /dev/shm is too small; on iterating, if Ray does not start or its cluster does not
-            answer; in another process.
+        DataError: a volume cannot be read or too many regions cannot.
+        ConfigError: /dev/shm is too small; on iterating, Ray does not start or its cluster does not answer.
         ClosedError: on iterating, the stream is closed, or another thread closes it.
     """
 
@@ -112,10 +109,11 @@ class PatchStream(Iterator[Batch]):
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._readers = Readers()
-        self._sources = Sources(marker, partial(self._events.record, "spill"), _weak(self._reader_died))
+        self._marker = marker
+        self._ray = RayOfStream(partial(self._events.record, "spill"), _weak(self._reader_died))
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
-        self._source: Regions | None = None
+        self._source: RegionSource | None = None
         self._feeder: Feeder | None = None
         self._clock = FeederClock()
         self._failure: BaseException | None = None
@@ -160,20 +158,20 @@ class PatchStream(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the readers for good.  Safe to call again, and on any thread: a `next` that waits raises ClosedError.
+        """End the workers for good, within half a minute.  On any thread: a `next` that waits raises ClosedError.
 
-        Takes at most half a minute, also if Ray hangs.  Does nothing in a forked child: all belongs to its parent.
+        Does nothing in a forked child: all belongs to its parent.
         """
         if os.getpid() != self._pid:
             return
-        self._closed = self._sources.closed = True
+        self._closed = self._ray.closed = True
         with self._changing:
             try:
                 self._close_readers()
             finally:
                 _open.discard(self)
                 self._drop_resident()
-                self._sources.end_ray()
+                self._ray.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position between two batches as plain data; continues with any workers, prefetch or cache."""
@@ -198,21 +196,16 @@ class PatchStream(Iterator[Batch]):
             self._open_readers()
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
-        """Change readers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
+        """Change workers, their requests or prefetch.  The stream reopens at the next sample; batches do not change.
 
-        Raises:
-            TypeError: an option that cannot be changed while the stream runs.
-            ConfigError: /dev/shm is too small or the stream is closed; the stream is unchanged.  If new readers cannot
-                start, `next` raises the error until another call succeeds.
+        Raises ConfigError: /dev/shm is too small or the stream is closed; the stream is unchanged.  If new workers
+        cannot start, `next` raises the error until another call succeeds.
         """
         self._check_open()
         if unknown := changes.keys() - StreamChanges.__annotations__.keys():
-            raise TypeError(
-                f"Cannot change {', '.join(unknown)} of a running stream, only "
-                f"{', '.join(StreamChanges.__annotations__)}; open another PatchStream"
-            )
+            raise TypeError(f"Cannot change {', '.join(unknown)} of a running stream; open another PatchStream")
         options = replace(self.options, **changes)
-        if not is_ray_connected() or not self._sources.fits(self._job, options):
+        if not is_ray_connected() or not self._ray.fits(self._job, options):
             check_store(self._job, options)
         with self._changing:
             self.options = options
@@ -229,7 +222,7 @@ class PatchStream(Iterator[Batch]):
             return "the readers to start or stop"
         workers, source = self.options.workers, self._source
         readers = format_count(workers, "reader") if workers else "no readers: the trainer reads the data"
-        if workers and not self._sources.has_ray:
+        if workers and not self._ray.has_started:
             readers = f"Ray is starting {format_count(workers, 'reader')}"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
@@ -245,7 +238,6 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def has_resident(self) -> bool:
-        """Whether decoded volumes are kept in memory."""
         return self._resident is not None
 
     @property
@@ -261,7 +253,6 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def reader_deaths(self) -> int:
-        """Number of readers that died and were replaced."""
         return self._events.reader_deaths
 
     @property
@@ -303,14 +294,28 @@ class PatchStream(Iterator[Batch]):
             return
         try:
             span = self._next_sample, self._stop
-            self._source = self._sources.open(job, self.options, job.tasks(*span), self._resident)
-            cutter = Cutter(job, self._source, _weak(self._take_report), self._clock.starved, *span, self._resident)
+            self._source = self._open_source(job, job.tasks(*span))
+            cutter = Cutter(job, self._source, _weak(self._take_report), self._clock.starved, *span)
             layout, ahead = job.batch_layout(self.options.batch_size), batches_ahead(self.options)
-            self._feeder = Feeder(layout, cutter, self._clock, ahead, self._interrupted)
+            views_stay = self._resident is not None
+            self._feeder = Feeder(layout, cutter, self._clock, ahead, self._interrupted, views_stay)
         except BaseException as error:
             self._failure = error  # otherwise `next` would report the end of the stream
             raise
         self._failure = None
+
+    def _open_source(self, job: ReaderJob, tasks: Iterator[Task]) -> RegionSource:
+        local_slots = None
+        if self.options.workers:
+            if not self._ray.fits(job, self.options):
+                self._ray.end()
+            local_slots = 0
+            if not (self._ray.has_started or is_ray_connected()):
+                check_store(job, self.options)
+                if not (self._marker and self._marker.was_interrupted):
+                    local_slots = job.plan.regions_in_flight
+        start = partial(self._ray.start, job, self.options)
+        return RegionSource(job, tasks, self._resident, self._marker, start, local_slots)
 
     def _close_readers(self) -> None:
         feeder, source = self._feeder, self._source
@@ -329,7 +334,7 @@ class PatchStream(Iterator[Batch]):
         began = time.monotonic()
         with self._changing:
             self._close_readers()
-            self._sources.end_ray()
+            self._ray.end()
             self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
             self._open_readers()
         text = (

@@ -59,7 +59,7 @@ class TrainingLoop:
         self.run, self.train_step, self.monitor, self.guard_actions = run, train_step, monitor, guard_actions
         self.job = replace(checked.data.job, reading_log_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.share.micro_batch)
-        conditioner = Conditioner(config.data.labels, facts.intensities.conditions, run.device)
+        conditioner = Conditioner(config.data.class_values, facts.intensities.conditions, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.intensities.volumes)
         self.batches = TrainingFeed(self.feed, conditioner)
         fixed = checked.fixed

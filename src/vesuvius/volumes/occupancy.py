@@ -108,11 +108,9 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
     if spec.mask is not None:
         mask = open_volume(spec.mask, config.store, nan=nan)
         return coarse_map(volume, mask, None, config.patch_size)
-    foreground = spec.foreground or config.foreground
-    if foreground.source == "level":
-        coarse_spec = ArrayConfig(path=spec.path, level=foreground.level, select=spec.select)
-        coarse = open_volume(coarse_spec, config.store, nan=nan)
-        return coarse_map(volume, coarse, foreground.threshold, config.patch_size, "the foreground level")
+    if (level := config.foreground.level) is not None:
+        coarse = open_volume(ArrayConfig(path=spec.path, level=level, select=spec.select), config.store, nan=nan)
+        return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     cell = volume.chunk_zyx if occupancy.shape == volume.grid.counts_zyx else volume.grid.object_zyx
     fraction = np.where(occupancy, np.uint8(255), np.uint8(0))

@@ -61,8 +61,8 @@ def check_labels(voxels: NDArray[Any], classes: Sequence[int], name: str, box: B
     raise DataError(
         f"labels {', '.join(common[:_NAMED])}{more} in {name} are not among the {len(classes)} classes {expected}: "
         f"{100 * outside.size / voxels.size:.3g} % of the voxels in {format_box(box)}; raise data.condition_classes, "
-        "list the stored label of each class in data.condition_values (including an ignore value), rewrite the labels, "
-        "or set data.condition_classes=null if these are intensities"
+        "list the stored label of each class there (including an ignore value), rewrite the labels, or set "
+        "data.condition_classes=null if these are intensities"
     )
 
 

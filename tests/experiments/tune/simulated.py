@@ -32,7 +32,6 @@ SOURCE = Setting(
     amp="auto",
     compile=False,
     channels_last=False,
-    cudnn_benchmark=True,
 )
 
 
@@ -135,7 +134,7 @@ class Machine:
 
     def trainer_s(self, setting: Setting) -> float:
         """Seconds of a sample when data are there."""
-        on = {knob: getattr(setting, knob) for knob in ("compile", "channels_last", "cudnn_benchmark")}
+        on = {knob: getattr(setting, knob) for knob in ("compile", "channels_last")}
         on["amp"] = setting.amp != "off"
         gains = [self.faster.get(knob, 1.0) for knob in on if on[knob]]
         return self.sample_s / math.prod(gains) + self.launch_s / setting.train_batch_size
@@ -410,7 +409,7 @@ BUSY = [
         "busy GPU",
         sample_s=0.3,
         faster={"channels_last": 0.95, "compile": 0.97},
-        source=replace(SOURCE, workers=8, cudnn_benchmark=False),
+        source=replace(SOURCE, workers=8),
         disturbance=CROWDED,
     ),
 ]

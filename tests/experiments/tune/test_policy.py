@@ -119,17 +119,17 @@ def test_requests_prefetch_and_batches_match_store_bursts_and_steps() -> None:
 def test_switches_are_tried_only_if_allowed() -> None:
     search, machine = tuned("CPU")[0], BY_NAME["CPU"]
     tried = {knob for setting in settings_of(search) for knob in setting.changes(machine.source)}
-    assert tried.isdisjoint({"amp", "cudnn_benchmark", "channels_last"})
+    assert tried.isdisjoint({"amp", "channels_last"})
     assert "compile" in tried
     by_itself = Machine("by itself", sample_s=0.4, source=replace(SOURCE, channels_last="auto"))
     assert {setting.channels_last for setting in settings_of(tune(by_itself, 0))} == {"auto"}, "it is on"
     short = tune(machine, 0, machine.space(budget_s=800.0))
     assert not any(setting.compile for setting in settings_of(short))
     assert ("steps", "compile not tried: it would take 15% of the budget or more") in short.notes
-    eager = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
-    for kept in ((), ("cudnn_benchmark",)):
+    eager = Machine("eager", sample_s=0.4)
+    for kept in ((), ("compile",)):
         found = tune(eager, 0, replace(eager.space(), kept=kept))
-        assert any(setting.cudnn_benchmark for setting in settings_of(found)) is not bool(kept)
+        assert any(setting.compile for setting in settings_of(found)) is not bool(kept)
 
 
 @pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
@@ -240,7 +240,7 @@ def test_two_pairs_are_never_sure_however_large_their_gain() -> None:
 )
 def test_where_no_knob_matters_at_most_5_percent_of_tunes_change_the_config(disturbance: Disturbance) -> None:
     """More readers, larger pieces and all switches are tried, and none has an effect."""
-    source = replace(SOURCE, workers=8, cudnn_benchmark=False)
+    source = replace(SOURCE, workers=8)
     machine = Machine("null", decode_s=0.001, sample_s=0.3, source=source, disturbance=disturbance)
     tunes = [tune(machine, seed, machine.space(1800.0)) for seed in range(100)]
     tried = {knob for search in tunes for setting in settings_of(search) for knob in setting.changes(source)}

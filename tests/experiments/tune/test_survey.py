@@ -53,11 +53,10 @@ def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
 
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_the_values_of_the_source_are_within_the_caps(tiny_config: WriteConfig) -> None:
-    config = read_config(tiny_config(training={"workers": 50, "prefetch_factor": 40, "deterministic": True}))
+    config = read_config(tiny_config(training={"workers": 50, "prefetch_factor": 40}))
     space = surveyed(config)
     assert (space.most_workers, space.most_prefetch) == (50, 40)
     assert space.most_batch == config.global_batch == 4
-    assert space.kept == ("cudnn_benchmark",), "its kernels differ from run to run"
 
 
 def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:

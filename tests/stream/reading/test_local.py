@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,11 @@ from tests.support import fork_server
 from tests.support.orphans import MARK, bearers_of
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import Task
-from vesuvius.stream.reading.local import LocalRegions, LocalThenRay, Regions
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.local import LocalRegions
 from vesuvius.stream.reading.reader import ReaderJob, Region
-from vesuvius.stream.reading.reading_log import TrainerReadingMarker
+from vesuvius.stream.source import RayOfStream, RegionSource
+from vesuvius.stream.stream import PatchStream
 from vesuvius.threads import on_thread
 
 FIRST, STOP = 150, 1000  # of the samples; in the midst of a window
@@ -27,15 +31,15 @@ FIRST, STOP = 150, 1000  # of the samples; in the midst of a window
 
 @pytest.fixture
 def job(volume: Path) -> ReaderJob:
-    return make_job(volume, regions_in_flight=8, regions_per_task=3)
+    return make_job(volume, regions_in_flight=8)
 
 
 def slots(regions: Iterator[Region]) -> list[int]:
     return [region.visit.slot for region in regions]
 
 
-def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Regions]) -> LocalThenRay:
-    return LocalThenRay(job, job.tasks(FIRST, stop), None, None, start)
+def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Any]) -> RegionSource:
+    return RegionSource(job, job.tasks(FIRST, stop), None, None, start, job.plan.regions_in_flight)
 
 
 def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job: ReaderJob) -> None:
@@ -45,7 +49,7 @@ def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job:
         def report_replaced(self, actor: str, pid: int, node: str) -> None:
             replaced.append(pid)
 
-    def start(tasks: Iterator[Task]) -> Regions:
+    def start(tasks: Iterator[Task]) -> Any:
         may_start.wait(30)
         return Started(job, tasks)
 
@@ -59,25 +63,26 @@ def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job:
     regions.close()
 
 
-def test_after_a_trainer_died_reading_the_readers_read_everything(job: ReaderJob, tmp_path: Path) -> None:
-    """A chunk that crashes who decodes it would end each session in turn; of readers it ends two."""
-    given: list[Task] = []
+def test_after_a_trainer_died_reading_the_workers_read_everything(
+    job: ReaderJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that crashes who decodes it would end each session in turn; of workers it ends two."""
+    job, given = replace(job, reading_log_dir=str(tmp_path)), list[Task]()
 
-    def start(tasks: Iterator[Task]) -> Regions:
+    def start(self: RayOfStream, job: ReaderJob, options: StreamOptions, tasks: Iterator[Task]) -> Any:
         given[:] = tasks
         return LocalRegions(job, given)
 
+    monkeypatch.setattr(RayOfStream, "start", start)
     for died in (False, True):
         if died:
             (tmp_path / "trainer-reads").touch()
-        marker = TrainerReadingMarker(tmp_path)
-        assert marker.was_interrupted == died
-        regions = LocalThenRay(job, job.tasks(FIRST, STOP), None, marker, start)
-        first = next(regions).visit.slot
-        assert (tmp_path / "trainer-reads").exists() != died, "as long as it reads"
-        slots(regions)
-        regions.close()
-        assert (first in given[0]) == died
+        with PatchStream(job, StreamOptions(4, 1), stop=1000) as stream:
+            next(stream)
+            assert (tmp_path / "trainer-reads").exists() != died, "as long as it reads"
+            for _ in stream:
+                pass
+        assert ((0,) in {task[:1] for task in given}) == died
         assert not (tmp_path / "trainer-reads").exists()
 
 
@@ -91,7 +96,7 @@ def test_ray_is_not_started_if_nothing_is_left_to_read(job: ReaderJob) -> None:
 def test_a_failed_start_is_raised_at_the_next_region(job: ReaderJob) -> None:
     failed = threading.Event()
 
-    def start(tasks: Iterator[Task]) -> Regions:
+    def start(tasks: Iterator[Task]) -> Any:
         failed.wait(30)
         raise ConfigError("Ray did not start: no room")
 
@@ -114,7 +119,7 @@ def test_ray_that_starts_after_the_end_of_a_stream_reads_nothing(job: ReaderJob)
             asked.append(1)
             return super().__next__()
 
-    def start(tasks: Iterator[Task]) -> Regions:
+    def start(tasks: Iterator[Task]) -> Any:
         may_start.wait(30)
         given.extend(tasks)
         return Started(job, iter([(0,)]))
@@ -135,7 +140,7 @@ import sys, time
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.reading import local
+from vesuvius.stream import source
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
@@ -146,7 +151,7 @@ def interrupted():
         said.append(stream.waiting_for())
     return bool(said)
 
-when, local._RAY_START_TIMEOUT_S = sys.argv[2], float(sys.argv[3])
+when, source._RAY_START_TIMEOUT_S = sys.argv[2], float(sys.argv[3])
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(8, 16, 16), regions_in_flight=8)
 with PatchStream(
     prepare_data(0, data).job, StreamOptions(batch_size=4, workers=1), interrupted=interrupted

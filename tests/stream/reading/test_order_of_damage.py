@@ -54,10 +54,8 @@ def job(tmp_path: Path) -> ReaderJob:
     config = DataConfig(
         volumes=(spec,),
         patch_size=(8, 12, 12),
-        region_size=(20, 24, 24),
         patches_per_region=2,
         regions_in_flight=8,
-        regions_per_task=2,
         validation=ValidationConfig(fraction=0),
         nan="error",
         max_quarantined=100,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import fork_server
-from vesuvius.stream.ray import watch
 from vesuvius.stream.reading.reading_log import (
+    ReaderWatch,
     crashed_chunks,
     open_reading_log,
     read_logs,
@@ -81,7 +81,7 @@ def test_a_read_only_folder_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_an_outage_is_logged_once_a_minute_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    readers = watch.ReaderWatch.__new__(watch.ReaderWatch)
+    readers = ReaderWatch.__new__(ReaderWatch)
     readers._logged, outage = {}, Outage(1000.0, "connection refused", "http://store")
     caplog.set_level("INFO")
     for second in range(130):

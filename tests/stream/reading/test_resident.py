@@ -17,13 +17,12 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
-from vesuvius.errors import ConfigError
 from vesuvius.plan import plan
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.local import LocalRegions
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.stream.sources import Sources
+from vesuvius.stream.source import RayOfStream
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.volumes.box import Box, box_along, slices
@@ -187,26 +186,6 @@ def test_the_copy_can_be_dropped_between_two_batches(tmp_path: Path) -> None:
     assert not any(in_use())
 
 
-@pytest.mark.parametrize("wrong", [{"first": -1}, {"quarantined": [{}]}])
-def test_a_stream_that_refuses_its_arguments_closes_the_copy(wrong: dict[str, Any], tmp_path: Path) -> None:
-    job = plain(tmp_path)
-    copy = Resident(job)
-    assert any(in_use())
-    with pytest.raises(ConfigError):
-        PatchStream(job, StreamOptions(4, 0), resident=copy, **wrong)
-    assert not any(in_use())
-
-
-@pytest.mark.parametrize("frees", [True, False])
-def test_dropping_frees_memory_only_if_volumes_exceed_the_regions_in_flight(frees: bool, tmp_path: Path) -> None:
-    few = SMALL | {"regions_in_flight": 2, "patches_per_region": 1}
-    job = make_job(write_array(tmp_path / "v.zarr", textured((70, 180, 101))), **few if frees else SMALL)
-    with PatchStream(job, StreamOptions(4, 0), resident=Resident(job)) as stream:
-        assert stream.resident_frees_memory == frees
-        stream.reconfigure(resident=False)
-        assert not stream.resident_frees_memory
-
-
 def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
     """Also where patches are smaller than bricks, and where a volume ends within one: else it would never be full."""
     for patch in ((1, 16, 16), (5, 31, 31), (8, 40, 40)):
@@ -225,7 +204,7 @@ def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytes
     """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""
     job, asked = replace(plain(tmp_path), world=world), list[int]()
     resident = Resident(job, sharers=world)
-    monkeypatch.setattr(Sources, "_start_ray", lambda self, job, options, tasks: LocalRegions(job, tasks, resident))
+    monkeypatch.setattr(RayOfStream, "start", lambda self, job, options, tasks: LocalRegions(job, tasks))
     with PatchStream(job, StreamOptions(4, 2), resident=resident) as stream:
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)

@@ -17,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from tests.conftest import write_array
 from tests.plan.layouts import chi_square_p
-from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, ValidationConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan
 from vesuvius.stream.start.prepare import prepare_data
@@ -124,25 +124,6 @@ def test_a_mask_of_another_resolution_counts_as_it_is_cut(tmp_path: Path, factor
     rows = [found.foreground.map.voxels.alignment.indices(axis, 0, size) for axis, size in enumerate(SHAPE)]
     seen = coarse[np.ix_(*rows)]
     assert min(seen[slices(plan.sample(index).box)].mean() for index in range(10)) >= 0.02
-
-
-def test_the_level_of_the_foreground_is_counted(tmp_path: Path) -> None:
-    fine = np.ones(SHAPE, np.uint8)
-    coarse = np.full((12, 15, 18), 9, np.uint8)
-    coarse[3, 4, 5] = 11
-    group = zarr.open_group(tmp_path / "v", mode="w", zarr_format=2)
-    for name, voxels in (("0", fine), ("1", coarse)):
-        group.create_array(name, shape=voxels.shape, chunks=(16, 16, 16), dtype="uint8")[...] = voxels
-    scale = [{"path": str(n), "coordinateTransformations": [{"type": "scale", "scale": [2**n] * 3}]} for n in (0, 1)]
-    axes = [{"name": name, "type": "space"} for name in "zyx"]
-    group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": scale}]
-    foreground = ForegroundConfig(source="level", level=1, threshold=10)
-    data = DataConfig(
-        volumes=(VolumeConfig(path=str(tmp_path / "v")),), patch_size=PATCH, foreground=foreground, min_foreground=1e-9
-    )
-    mask = np.kron(coarse > 10, np.ones((2, 2, 2), bool))
-    plan = prepare_data(0, data).plan
-    assert all(mask[slices(plan.sample(index).box)].any() for index in range(10))
 
 
 def test_a_share_that_no_patch_holds_is_refused(tmp_path: Path) -> None:

@@ -132,23 +132,6 @@ def test_copies_of_a_scan_and_other_scans_are_split_on_their_own(tmp_path: Path)
     assert prepared(*entries).splits[1:] == alone
 
 
-def test_entries_that_cover_the_same_box_are_split_like_one(tmp_path: Path) -> None:
-    """The order of such a run does not change."""
-    scan = VolumeConfig(path=str(pyramid(tmp_path / "scan.zarr")))
-    (alone,) = prepared(scan).splits
-    assert list(prepared(scan, scan, scan).splits) == [alone] * 3
-
-
-def test_an_entry_that_is_nowhere_near_the_slab_loses_nothing(tmp_path: Path) -> None:
-    scan = str(pyramid(tmp_path / "scan.zarr"))
-    shapes = {0: (5, 15, 15), 8: (56, *SHAPE[1:])}
-    masks = [str(pyramid(tmp_path / f"{at}", (at, 0, 0), shape)) for at, shape in shapes.items()]
-    entries = [VolumeConfig(path=scan, min_foreground=0.5, mask=ArrayConfig(path=mask)) for mask in masks]
-    low, high = prepared(*entries).splits
-    assert low == Split(((0, 0, 0), (5, 15, 15)), None), "it cannot hold a patch, a gap and a slab along any axis"
-    assert high.validation is not None
-
-
 def test_a_shared_array_without_room_for_a_slab_is_refused_with_both_entries(tmp_path: Path) -> None:
     scan = str(pyramid(tmp_path / "scan.zarr"))
     masks = [str(pyramid(tmp_path / f"{at}", (at, 0, 0), (4, 10, 10))) for at in (0, 2)]

@@ -42,7 +42,6 @@ def make_config(volumes: list[dict[str, Any]], **data: Any) -> Config:
                 "volumes": tuple(volumes),
                 "patch_size": (8, 16, 16),
                 "patches_per_region": 2,
-                "regions_per_task": 4,
             }
             | data,
             "model": {"channels": (8,), "stem_stride": (1, 1, 1), "attention_heads": 0},

@@ -26,7 +26,7 @@ SLAB_START = 88
 
 def data_config(*paths: Path, **options: Any) -> DataConfig:
     volumes = options.pop("volumes", tuple(VolumeConfig(path=str(path)) for path in paths))
-    return DataConfig(**{"volumes": volumes, "patch_size": PATCH, "regions_per_task": 4} | options)
+    return DataConfig(**{"volumes": volumes, "patch_size": PATCH} | options)
 
 
 def fixed(config: DataConfig, count: int = 16, seed: int = 0) -> FixedPatches:
@@ -80,7 +80,7 @@ def test_patches_lie_in_the_held_out_slab_a_gap_away_from_training(
 @pytest.mark.parametrize(
     "other",
     [
-        {"patches_per_region": 9, "regions_per_task": 2, "region_size": (32, 32, 32)},
+        {"patches_per_region": 9, "stream_gib": 0.1},
         {"augment": AugmentConfig(flip=False, rot90=False), "max_quarantined": 0},
     ],
 )

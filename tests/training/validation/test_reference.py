@@ -34,7 +34,7 @@ def open_reference(config: Config, count: int) -> tuple[FixedPatches, Validation
     data = prepare_data(config.seed, config.data)
     intensities = data.intensity_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
-    conditioner = Conditioner(config.data.labels, intensities.conditions, CPU)
+    conditioner = Conditioner(config.data.class_values, intensities.conditions, CPU)
     return fixed, ValidationPatches(fixed, intensities, conditioner, CPU)
 
 

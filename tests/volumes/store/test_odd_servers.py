@@ -81,7 +81,7 @@ def test_a_server_without_suffix_ranges_is_read_and_is_not_an_outage(
     with odd_server(files_below(tmp_path, READ_ALL_THE_SAME[kind])) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         address = f"{server.url}/bucket/v.zarr" if scheme == "http" else "s3://bucket/v.zarr"
-        volume = open_volume(ArrayConfig(path=address), StoreConfig(timeout_s=5, anonymous=True))
+        volume = open_volume(ArrayConfig(path=address), StoreConfig(anonymous=True))
         for _ in range(2):
             np.testing.assert_array_equal(volume.read(BOX), textured(SHAPE)[:32])
             volume.grid.forget(BOX)

@@ -40,7 +40,6 @@ class Setting:
     amp: str
     compile: bool | Literal["auto"]
     channels_last: bool | Literal["auto"]
-    cudnn_benchmark: bool
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -170,7 +170,6 @@ def _raise_steps(search: Search) -> Asks[bool]:
     ]
     if space.on_gpu:
         switches.insert(0, ("channels_last", "auto", "the memory order preferred by cuDNN"))
-        switches.append(("cudnn_benchmark", True, "cuDNN selects its fastest kernels"))
     for knob, value, why in switches:
         if space.on_gpu and getattr(search.best, knob):  # `auto` is on there
             continue

@@ -272,7 +272,7 @@ def survey(config: Config, data: PreparedData, *, budget_s: float, keep: Sequenc
         most_batch=min(source.global_batch, max(max_indexable_batch(config), source.train_batch_size)),
         ram_limit_bytes=machine.ram_left(config) // ranks,
         vram_limit_bytes=machine.vram_left() if on_gpu else None,
-        kept=(*keep, "cudnn_benchmark") if config.training.deterministic else tuple(keep),
+        kept=tuple(keep),
         others=others_text(min(used, cores * ranks), cores * ranks),
     )
 

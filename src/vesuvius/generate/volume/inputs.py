@@ -55,7 +55,7 @@ class Inputs:
         A voxel of the condition covers `condition_factors` generated voxels, and the first begins at
         `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
-        self._labels = config.labels
+        self._labels = config.class_values
         self.volumes: dict[str, Volume] = {}
         with ExitStack() as opened:
             for name in ("inpaint", "mask", "condition"):
@@ -153,10 +153,9 @@ class TrainingCondition(Inputs):
         assert self.condition is not None
         self.volume, self._patch_zyx, self._seed = self.condition, config.patch_size, seed
         self._box = trained.validation or trained.train
-        low, high = (min(config.labels), max(config.labels)) if config.labels else (0, 0)
-        self.intensity = (
-            IntensityRange(low, max(low + 1, high)) if config.labels else facts.intensities.conditions[volume_index]
-        )
+        labels = config.class_values
+        low, high = (min(labels), max(labels)) if labels else (0, 0)
+        self.intensity = IntensityRange(low, max(low + 1, high)) if labels else facts.intensities.conditions[volume_index]
 
     def start_zyx(self, sample: int) -> Triple:
         """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""

@@ -216,7 +216,7 @@ class _Volume:
         if out is None or is_finished(out, self.record, RECORD_KIND):
             return
         assert condition is not None
-        labels = bool(self._info.config.data.labels)
+        labels = bool(self._info.config.data.class_values)
         with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND, labels) as target:
             self._finish(target, lambda box: self.inputs.read("condition", box), lambda _: self.progress.check())
 

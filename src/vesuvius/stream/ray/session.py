@@ -49,11 +49,10 @@ _REMEDIES = {
 
 
 class Session:
-    """One stream's use of Ray: a private Ray that the first use starts and the last one ends, a cluster, or the Ray
-    that this process is already connected to.
+    """One stream's use of Ray: a private Ray, as large as the first use needs, which the last one ends; a cluster; or
+    the Ray that this process is already connected to.
 
-    `store_bytes` is the size of a private Ray's object store.  Raises ConfigError: Ray does not start, the cluster does
-    not answer, or an earlier Ray of this process did not end.
+    Raises ConfigError: Ray does not start, the cluster does not answer, or an earlier Ray of this process did not end.
     """
 
     _open: ClassVar[list[Session]] = []
@@ -64,7 +63,6 @@ class Session:
     _lock: ClassVar[threading.RLock] = threading.RLock()  # streams open and close sessions on their own threads
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
-        self._workers = workers
         with Session._lock:
             if Session._hangs:
                 raise ConfigError(
@@ -83,15 +81,6 @@ class Session:
                 # Ray would print daemon messages to the terminal, e.g. about readers that were ended on purpose.
                 Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
             Session._open.append(self)
-            cpus, size = Session._size
-            readers = sum(each._workers for each in Session._open)
-            if Session._ours and (readers + ranks > cpus or store_bytes > size):
-                log.warning(
-                    "Ray of this process, which another stream started, has room for %d readers and %.2f GiB of "
-                    "regions, but %d readers are wanted and %.2f GiB for %d of them: reading may be slow; open the "
-                    "stream with the most workers first, or close the others before it",
-                    *(cpus - ranks, size / 2**30, readers, store_bytes / 2**30, workers),
-                )
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
         """Whether this many readers can run without restarting Ray; always True on a shared cluster."""
@@ -136,10 +125,8 @@ def _join_data_threads() -> None:
 def _shut_down() -> bool:
     """Disconnect, and end the daemons of a private Ray, which takes seconds.  Returns whether it succeeded.
 
-    Ray waits forever for a head that does not answer; killing its daemons ends the wait.
-
-    Early in its shutdown Ray's C++ core restores the default signal handlers, so that SIGTERM would end this process at
-    once; the thread that shuts down reinstates ours right afterwards.
+    Ray waits forever for a head that does not answer; killing its daemons ends the wait.  Early in its shutdown its C++
+    core restores the default signal handlers; the thread that shuts down reinstates ours right afterwards.
     """
     ended = on_thread(private.shut_down, sigterm_handler(), name="ray-shutdown")
     if wait([ended], _END_S).not_done:
@@ -156,19 +143,11 @@ def _shut_down() -> bool:
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     """Start a private Ray with an object store of `store_bytes`, or connect to the configured cluster.
 
-    Does not change the process's signal handlers.
-
-    Raises ConfigError: Ray does not start, or the cluster does not answer.
+    Signal handlers stay.  Raises ConfigError: Ray does not start, or the cluster does not answer.
     """
-    settings: dict[str, Any]
-    if config.address is None:
-        settings = {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": store_bytes,
-            "num_cpus": cpus,
-        }
-    else:
+    settings: dict[str, Any] = {"address": "local", "include_dashboard": False}
+    settings |= {"object_store_memory": store_bytes, "num_cpus": cpus}
+    if config.address is not None:
         check_cluster(config.address)
         settings = {"address": config.address, "runtime_env": {"env_vars": passed_on(os.environ)}}
     try:
@@ -183,7 +162,6 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
 
 
 def _start_error(address: str | None, cause: str) -> ConfigError:
-    """Make the error for a failed start, with Ray's text as its cause."""
     if address is not None:
         return ConfigError(
             f"Cannot connect to the Ray cluster at cluster.address={address}: {cause}; this process used "
@@ -224,7 +202,6 @@ def _token_file() -> Path:
 
 
 def _token_in_use() -> str:
-    """Describe the authentication mode and token of this process."""
     mode = os.environ.get(_AUTH_MODE) or "unset"
     source = _TOKEN if _TOKEN in os.environ else _token_file() if _token_file().exists() else None
     token = f"the token in {source}" if source else f"no token, as there is no {_token_file()}"

@@ -13,7 +13,6 @@ DamagedBox = tuple[int, Box]
 
 
 def quarantine_record(volume_index: int, error: UnreadableChunkError) -> dict[str, Any]:
-    """Return the record of damage in a volume."""
     return {
         "volume": error.volume,
         "number": volume_index,

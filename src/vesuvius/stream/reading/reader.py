@@ -1,7 +1,7 @@
 """Reads each region of a task once.
 
 The same code runs in Ray actors and in the trainer (`workers: 0`), so both deliver the same bytes.  The trainer cuts
-patches (`cutter.py`) directly from the regions in shared memory, which saves a copy of each patch.
+patches (`feeder.py`) directly from the regions in shared memory, which saves a copy of each patch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class ReaderJob:
 
     @property
     def dtypes(self) -> list[np.dtype[Any]]:
-        """Dtypes of the volume and, if any, the condition."""
         return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
 
     def batch_layout(self, batch_size: int) -> list[tuple[tuple[int, int, int, int], np.dtype[Any]]]:
@@ -74,12 +73,10 @@ class ReaderJob:
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of one patch and its condition."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.batch_layout(1))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return HEAD_BYTES + sum(aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
@@ -94,6 +91,7 @@ class Region:
     visit: Visit
     voxels: list[NDArray[Any]]  # of the region (Z, Y, X) and, if any, its condition
     report: BlockReport | None = None  # None if nothing was read
+    box: Box | None = None  # of the voxels, if it is not the region's
 
 
 def region_in(block: Block, job: ReaderJob) -> Region:
@@ -167,11 +165,9 @@ class Reader:
 
     @property
     def outages(self) -> list[Outage]:
-        """Current storage outages.  Any thread may ask."""
         return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
 
     def is_damaged(self, volume_index: int, box: Box) -> bool:
-        """Whether a box of a volume touches known damage."""
         return any(index == volume_index and intersects(damaged, box) for index, damaged in self._damaged)
 
     def close(self) -> None:
@@ -184,7 +180,6 @@ class Reader:
 
     @property
     def _block(self) -> Block:
-        """The buffer being filled."""
         return self._ring[self._ring_index]
 
     def _stage(self, queue: list[_RegionKey]) -> None:
@@ -243,8 +238,8 @@ class Reader:
             for (volume, alignment), voxels in zip(self._arrays[volume_index], out, strict=True):
                 read = partial(volume.read, decoders=self._decoders)
                 alignment.read(box, partial(read, before=partial(self._before, volume, box)), voxels)
-                if voxels is not out[0] and self._job.data.labels:
-                    check_labels(voxels, self._job.data.labels, volume.name, box)
+                if voxels is not out[0] and self._job.data.class_values:
+                    check_labels(voxels, self._job.data.class_values, volume.name, box)
                 self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         finally:
             self._decode_s += time.perf_counter() - started
@@ -260,7 +255,6 @@ class Reader:
             self._log.chunk(volume.name, chunk)
 
     def report(self) -> BlockReport:
-        """Return the report since the last one."""
         self._blocks += 1
         before, self._reported = self._reported, self._totals()
         damage, self._new_damage = self._new_damage, []
@@ -276,7 +270,6 @@ class Reader:
         )
 
     def _totals(self) -> ReaderTotals:
-        """Totals so far."""
         fetched = [volume.source.stats for volume in self._opened]
         waited_s = sum(volume.wait_s for volume in self._opened)
         return ReaderTotals(
@@ -307,7 +300,6 @@ def _open_arrays(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignm
 
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:
-    """Decoded bytes of the chunks that a box touches."""
     chunks = math.prod(map(len, chunk_ranges(box, volume.chunk_zyx)))
     return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
 

@@ -93,6 +93,5 @@ class Readers:
         return (older[1], dead.node if dead else report.node) if older != newer else None
 
     def clear(self) -> None:
-        """Forget all readers, which have ended."""
         self._newest.clear()
         self.living.clear()

@@ -2,7 +2,7 @@
 
 The file begins with a memory-mapped JSON object, so that logging a chunk takes no system call.  On a fatal signal
 (SIGABRT, SIGSEGV, ...) Python's faulthandler appends to the file, which distinguishes a crash from a SIGKILL.  A chunk
-that crashed two readers is not decoded again.
+that crashed two readers is not decoded again.  The trainer watches the logs for crashes and outages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,14 @@ log = logging.getLogger(__name__)
 _CRASHES_MAX = 2  # per chunk; a single crash may have another cause
 _SIZE = 2**14  # of the object, padded with blanks
 _FATAL = "Fatal Python error: "
+_EVERY_S = 0.5
+_JOIN_S = 3.0
+_LAG_S = 1.0  # of Ray's table of processes
+_LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0  # shorter outages end with the next retry
+
+Callback = Callable[[str, dict[str, Any]], Any]
+"""Takes a log line and its data."""
+Exits = Callable[[int, str], list[dict[str, Any]]]
 
 
 _node = [socket.gethostname()]
@@ -169,3 +178,112 @@ def remove_logs(folder: Path, *, crashes: bool) -> None:
     for each in read_logs(folder):
         if crashes == (each.crash is not None):
             each.path.unlink(missing_ok=True)
+
+
+class ReaderWatch:
+    """Checks the readers' logs in a folder, and what Ray spills, twice a second on its own thread.
+
+    `on_death` is called for each reader that died, on any thread; `on_spill` after Ray spilled objects to disk.
+    `exits_of` and `spilled_bytes` are Ray's: `private.worker_exits` and `private.spilled_bytes`.
+    """
+
+    def __init__(
+        self, log_dir: Path, on_death: Callback, on_spill: Callback, exits_of: Exits, spilled_bytes: Callable[[], int]
+    ) -> None:
+        self._log_dir, self._on_death, self._on_spill = log_dir, on_death, on_spill
+        self._exits_of, self._spilled_bytes_of_ray = exits_of, spilled_bytes
+        self._known = {(each.actor, each.pid) for each in read_logs(log_dir)}  # from earlier sessions, or reported
+        self._lock = threading.Lock()
+        self._spilled_bytes: int | None = None
+        self._logged: dict[str, float] = {}  # time of the last log line per outage
+        self.outages: list[Outage] = []  # that readers on this machine wait for
+        self._stop = threading.Event()
+        # Daemon: Ray waits forever for a cluster whose head is gone.
+        self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, waiting for a check under way for at most three seconds."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def report_crashes(self) -> None:
+        for each in read_logs(self._log_dir):
+            if each.crash is not None:
+                self.report_death(each.actor, each.pid, each.node)
+
+    def report_death(self, actor: str, pid: int, node: str) -> None:
+        """Report the death of an actor's process, once, with its reading log, if any, and Ray's account."""
+        with self._lock:
+            if (actor, pid) in self._known:
+                return
+            self._known.add((actor, pid))
+        reading = next((each for each in read_logs(self._log_dir) if (each.actor, each.pid) == (actor, pid)), None)
+        host = socket.gethostname() if node == node_name() else node  # post-mortems query this machine by its host name
+        self._on_death(*describe_death(pid, host, exit_of(self._exits_of, pid, node), reading))
+
+    def _run(self) -> None:
+        failing = False
+        while not self._stop.is_set():
+            try:
+                self.report_crashes()
+                self.outages = [each.outage for each in remove_ended_logs(self._log_dir) if each.outage]
+                self._log_outages(time.time())
+                self._check_spills()
+                failing = False
+            except Exception as error:  # a failing watch must not end the run
+                if not failing and not self._stop.is_set():
+                    log.warning("Cannot check the readers and the spills of Ray: %s; retrying", one_line(error))
+                failing = True
+            self._stop.wait(_EVERY_S)
+
+    def _log_outages(self, now: float) -> None:
+        """Log each outage once a minute: the readers' own logs are not shown."""
+        for outage in sorted(self.outages, key=lambda outage: outage.since):
+            if now - outage.since >= _LOG_AFTER_S and now - self._logged.get(outage.address, 0.0) >= _LOG_EVERY_S:
+                self._logged[outage.address] = now
+                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
+        for address in self._logged.keys() - {outage.address for outage in self.outages}:
+            del self._logged[address]
+            log.info("%s responds again", address)
+
+    def _check_spills(self) -> None:
+        """Report bytes spilled since the last check; those before the first one do not count."""
+        before, self._spilled_bytes = self._spilled_bytes, self._spilled_bytes_of_ray()
+        if before is not None and (spilled := self._spilled_bytes - before) > 0:
+            self._on_spill(
+                f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; lower "
+                "data.regions_in_flight or training.workers",
+                {"spilled_bytes": spilled},
+            )
+
+
+def describe_death(
+    pid: int, node: str, exit_record: dict[str, Any], reading: ReadingLog | None
+) -> tuple[str, dict[str, Any]]:
+    """Describe a death in one line, and as data for a post-mortem, from `exit_of` and a reading log.  Pure."""
+    fields = {"pid": pid, "node": node, "exit_type": None, "exit_detail": "", "exit_time": None} | exit_record
+    crash, volume, chunk = (reading.crash, reading.volume, reading.chunk) if reading else (None, None, None)
+    cause = f"{fields['exit_type']}: {fields['exit_detail']}".rstrip(".") if exit_record else "Ray reports no cause"
+    cause = f"{crash}; {cause}" if crash else cause
+    decoding = f" while decoding chunk {list(chunk)} of volume {volume}" if chunk else ""
+    text = f"Reader {pid} on {node} was killed or died ({cause}){decoding}"
+    return text, fields | {"signal": crash, "volume": volume, "chunk": chunk}
+
+
+def exit_of(exits_of: Exits, pid: int, node: str) -> dict[str, Any]:
+    """Return how a process ended (see `private.worker_exits`); empty if Ray does not know within a second.
+
+    Never raises.
+    """
+    deadline = time.monotonic() + _LAG_S
+    try:
+        while True:
+            exits = exits_of(pid, node)
+            if exits or time.monotonic() >= deadline:
+                return max(exits, key=lambda each: each["exit_time"], default={})
+            time.sleep(0.1)
+    except Exception as error:  # only one line of a report depends on it
+        log.debug("Ray does not report how reader %d ended: %s", pid, one_line(error))
+        return {}

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.plan.plan import Plan, PlanVolume
+from vesuvius.plan.plan import Plan, PlanVolume, Visit
 from vesuvius.stream.reading.reader import ReaderJob, Region, aligned
 from vesuvius.volumes.box import Box, box_along, grid_shape, shape_of, slices
 
@@ -65,7 +65,6 @@ class Resident:
 
     @staticmethod
     def size_bytes(job: ReaderJob) -> int:
-        """Bytes of the full copy.  Pure."""
         return sum(aligned(size, _ALIGNED) for volume in job.plan.volumes for size in _layout(job, volume))
 
     @property
@@ -73,13 +72,17 @@ class Resident:
         """Whether the ranks of this machine have completed a pass over the volumes, so that little is missing."""
         return self._taken * self._sharers >= self._slots_per_pass
 
-    def take(self, region: Region) -> list[NDArray[Any]]:
-        """Return views of a region, copying it in if it is not complete yet."""
-        copy, box = self.volumes[region.visit.volume], region.visit.region
-        if copy.missing(box) is not None:
-            copy.keep(box, region.voxels)
+    def missing(self, visit: Visit) -> Box | None:
+        """Return the box of the missing bricks of a region, which may extend a little beyond it; None if complete."""
+        return self.volumes[visit.volume].missing(visit.region)
+
+    def take(self, region: Region) -> Region:
+        """Return a region as views of the copy, after copying in its voxels if it is not complete yet."""
+        visit, copy = region.visit, self.volumes[region.visit.volume]
+        if copy.missing(visit.region) is not None:
+            copy.keep(region.box or visit.region, region.voxels)
         self._taken += 1
-        return copy.views(box)
+        return Region(visit, copy.views(visit.region), region.report)
 
     def close(self) -> None:
         """Free the memory; no views of it may be in use."""
@@ -108,7 +111,7 @@ class ResidentVolume:
         return [array[slices(region, self._box[0])] for array in self._arrays]
 
     def missing(self, region: Box) -> Box | None:
-        """Return the box of the missing bricks of a region, which may extend a little beyond it; None if complete."""
+        """As in `Resident`."""
         touched = self._touched(region)
         absent = np.argwhere(~self._is_present[touched])
         if not len(absent):
@@ -126,12 +129,10 @@ class ResidentVolume:
         self._is_present[self._contained(box)] = True  # last, as other ranks read it
 
     def _touched(self, region: Box) -> tuple[slice, ...]:
-        """Return the bricks that a region touches."""
         ends = zip(*region, self._box[0], self._brick, strict=True)
         return tuple(slice((lo - start) // b, -(-(hi - start) // b)) for lo, hi, start, b in ends)
 
     def _contained(self, region: Box) -> tuple[slice, ...]:
-        """Return the bricks that lie completely in a region."""
         ends = zip(*region, *self._box, self._brick, strict=True)
         return tuple(
             slice(-(-(lo - start) // b), -(-(hi - start) // b) if hi == stop else (hi - start) // b)
@@ -140,7 +141,6 @@ class ResidentVolume:
 
 
 def _layout(job: ReaderJob, volume: PlanVolume) -> list[int]:
-    """Return the bytes of each array of a volume, and of its flags."""
     voxels = math.prod(shape_of(volume.train))
     flags = math.prod(grid_shape(shape_of(volume.train), _brick(job.plan)))
     return [*(voxels * dtype.itemsize for dtype in job.dtypes), flags]

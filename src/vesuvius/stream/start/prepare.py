@@ -83,8 +83,8 @@ class PreparedData:
         """
         array, alignment = self.array(kind, volume_index)
         voxels = alignment.read(box, array.read)
-        if kind == "condition" and self.job.data.labels:
-            check_labels(voxels, self.job.data.labels, array.name, box)
+        if kind == "condition" and self.job.data.class_values:
+            check_labels(voxels, self.job.data.class_values, array.name, box)
         return voxels
 
     def read_patches(
@@ -180,7 +180,6 @@ class PreparedData:
                 pass  # damage is reported and quarantined by the readers
 
     def describe(self, config: DataConfig, ranges: IntensityRanges) -> dict[str, Any]:
-        """Return the content of `split.json`."""
         return {
             "plan_hash": self.plan.hash,
             "plan": self.plan.describe(),

@@ -40,7 +40,6 @@ def split_volumes(
 
 
 def _groups(volumes: Sequence[Volume]) -> list[list[int]]:
-    """Return the indices of the volumes, those with the same voxels together."""
     groups: list[tuple[set[object], list[int]]] = []
     for index, volume in enumerate(volumes):
         arrays, members = _arrays(volume) if len(volumes) > 1 else set(), [index]

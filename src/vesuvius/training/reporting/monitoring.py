@@ -49,7 +49,6 @@ def memory_policy(config: Config, ranks_here: int = 1) -> MemoryPolicy:
     return MemoryPolicy(
         ray_share=ray_share,
         configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
-        exit_at=monitor.exit_at,
         ranks_here=ranks_here,
     )
 

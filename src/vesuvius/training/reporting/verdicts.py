@@ -37,7 +37,7 @@ _FIRST_S, _FURTHER_S = 60.0, 600.0
 _MIN_TIMED_STEPS = 2
 _RATES_EVERY_S = 5.0
 # Settings of a verdict, and fields of `ReaderStats` that are summed over a window.
-_SWITCHES = ("amp", "cudnn_benchmark", "deterministic", "train_batch_size", "accumulate_steps")
+_SWITCHES = ("amp", "train_batch_size", "accumulate_steps")
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.feeder import Batch
-from vesuvius.stream.options import StreamStart
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.stream.stream import PatchStream
 
@@ -79,7 +78,7 @@ class TrainingFeed:
         self._draw = partial(sample_noise, plan.seed, shape_czyx=(1, *plan.patch_zyx))
 
     @contextmanager
-    def open(self, **start: Unpack[StreamStart]) -> Iterator[PatchStream]:
+    def open(self, **start: Any) -> Iterator[PatchStream]:
         """Open the stream; arguments and errors as in `DeviceFeed.open`."""
         with ThreadPoolExecutor(1, "noise") as self._drawer, self._feed.open(**start) as stream:
             self._noise = self._prefetch_noise(start.get("first", 0) + self._feed.job.rank)

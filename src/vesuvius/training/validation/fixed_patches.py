@@ -25,12 +25,7 @@ log = logging.getLogger(__name__)
 # Constants instead of the config's, so that runs with other seeds, mixing or readers use the same patches.
 _SEED = 0
 _TRIES = 4
-_LAYOUT: dict[str, Any] = {
-    "patches_per_region": 1,
-    "regions_in_flight": 8,
-    "regions_per_task": 8,
-    "region_size": None,
-}
+_LAYOUT: dict[str, Any] = {"patches_per_region": 1, "regions_in_flight": 8}
 
 
 @dataclass(frozen=True, eq=False)

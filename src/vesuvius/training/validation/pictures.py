@@ -258,7 +258,7 @@ def make_preview(
     rows = range(PREVIEWED)
     real = [reference.x_0([row])[0, 0].cpu().numpy() for row in range(len(reference))]
     shown = [intensities for row in rows if (intensities := reference.condition_intensities(row)) is not None]
-    given = "labels" if config.data.labels else "condition"
+    given = "labels" if config.data.class_values else "condition"
     name, without = (f"generated from {given}" if shown else "generated"), None
     columns = {f"real, {'held out' if reference.held_out else 'from training'}": real[: len(rows)]}
     try:
