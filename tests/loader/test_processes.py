@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -288,34 +287,6 @@ distributed.destroy_process_group()
 def test_the_rank_is_that_of_the_first_loop_and_all_begin_together(volume: Path, tmp_path: Path) -> None:
     with started_ranks(None, tmp_path, 2, program=("-c", RANKS, str(volume))) as ranks:
         assert ends_of(ranks) == [0, 0], output_of(tmp_path, 2)
-
-
-SPAWNED = """
-import os, sys
-import vesuvius
-from torch import distributed, multiprocessing
-
-def read(rank, loader, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": folder.rpartition(":")[2]}
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    with loader:
-        batch = next(iter(loader))
-    open(f"{folder}/{rank}", "w").write(str([sample.index for sample in batch.samples]))
-    distributed.destroy_process_group()
-
-if __name__ == "__main__":
-    loader = vesuvius.PatchLoader(sys.argv[1], patch_size=(8, 16, 16), batch_size=2, workers=0, device="cpu")
-    multiprocessing.spawn(read, (loader, sys.argv[2]), 2)
-"""
-
-
-@pytest.mark.long
-def test_each_process_of_mp_spawn_reads_its_share(volume: Path, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SPAWNED)
-    command = [sys.executable, str(tmp_path / "program.py"), str(volume), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[0, 2]", "[1, 3]"]
 
 
 def test_a_group_that_begins_later_changes_the_rank(volume: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -35,35 +34,6 @@ def test_positions_enumerate_each_start_once(
     np.testing.assert_allclose(share, 1, rtol=1e-9, err_msg="every start is equally likely, none is left out")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_start_probabilities_are_exactly_equal(name: str) -> None:
-    """All cells of a pass, in the order of the walk: each has as many positions of it as it owns starts, and they
-    partition the box.  So P(start) = P(cell) / starts of the cell = 1 / all starts, whatever the phases."""
-    layout = LAYOUTS[name]
-    volume = planned(layout)
-    cells, rng = volume.cells, np.random.default_rng(1)
-    starts = [hi - lo - p + 1 for lo, hi, p in zip(*volume.train, layout.patch, strict=True)]
-    assert cells.num_starts == math.prod(starts)
-    for _ in range(3):
-        phases = cells.draw_phases(rng)
-        axes = [list(axis.cells(phase)) for axis, phase in zip(cells.axes, phases, strict=True)]
-        for axis, lo, count in zip(axes, volume.train[0], starts, strict=True):
-            assert axis[0][0] == lo
-            assert axis[-1][1] == lo + count
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(axis)), "no gap, no overlap"
-        number = math.prod(map(len, axes))
-        position, looked_at = 0, set(rng.integers(number, size=200).tolist()) | {0, number - 1}
-        if number > 10**5:  # the largest scroll: whole planes of cells at once
-            continue
-        for n, (z, y, x) in enumerate(itertools.product(*axes)):
-            cell = (z[0], y[0], x[0]), (z[1], y[1], x[1])
-            size = math.prod(hi - lo for lo, hi in (z, y, x))
-            if n in looked_at:
-                assert cells.cell_at(position, phases) == cell == cells.cell_at(position + size - 1, phases)
-            position += size
-        assert position == cells.num_starts
-
-
 @pytest.mark.parametrize(
     ("name", "region", "chunks"),
     [
@@ -83,14 +53,6 @@ def test_regions_touch_as_few_chunks_as_their_size_allows(name: str, region: Tri
         lo, hi = region_of(cell, layout.patch)
         touched.add(tuple((b - 1) // c - a // c + 1 for a, b, c in zip(lo, hi, layout.chunk, strict=True)))
     assert max(touched) == chunks, "and no more in any pass"
-
-
-def test_cell_boundaries_shift_between_passes() -> None:
-    cells, rng = planned(LAYOUTS["u8"]).cells, np.random.default_rng(0)
-    borders = [{axis.cell_of(300, phase)[0] for phase in axis.phases} for axis in cells.axes]
-    assert [len(moved) for moved in borders] == [58, 244, 244]
-    drawn = [cells.draw_phases(rng) for _ in range(2000)]
-    assert [len(set(axis)) for axis in zip(*drawn, strict=True)] == [58, 244, 244], "every one of them is drawn"
 
 
 def test_decoded_voxels_equal_the_mean_over_all_starts() -> None:

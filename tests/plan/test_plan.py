@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.layouts import LAYOUTS, Layout, chi_square_p, data_config, patch_fraction, plan_of, planned
-from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
+from vesuvius.config import AugmentConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError
 from vesuvius.plan.make_plan import make_plan
 from vesuvius.plan.order import _dealt
@@ -72,21 +72,6 @@ def test_every_qualifying_start_is_equally_likely_with_a_foreground_map(seed: in
     assert 0.1 < qualifies.mean() < 0.7
     assert not counts[~qualifies].any()
     assert chi_square_p(counts[qualifies], np.full(qualifies.sum(), draws / qualifies.sum())) > 0.01
-
-
-def test_foreground_shares_are_distributed_as_over_the_qualifying_starts() -> None:
-    """A cylinder in air, patches of a fifth of its width: hardly any patch should hold 50 to 60 %."""
-    layout = Layout((64, 128, 128), (12, 24, 24), (32, 32, 32), options={"min_foreground": 0.5})
-    foreground = cylinder(layout.shape, (4, 4, 4))
-    plan = plan_of(layout, foreground=foreground)
-    drawn = np.array([patch_fraction(foreground, plan.sample(7 * n).start_zyx, layout.patch) for n in range(2000)])
-    rng = np.random.default_rng(0)
-    every = [tuple(map(int, rng.integers(0, [53, 105, 105]))) for _ in range(8_000)]
-    ideal = np.array([patch_fraction(foreground, start, layout.patch) for start in every])  # type: ignore[arg-type]
-    ideal = ideal[ideal >= 0.5]
-    edges = [0.5, 0.6, 0.7, 0.8, 0.9, 1.01]
-    have, wanted = (np.histogram(a, edges)[0] / len(a) for a in (drawn, ideal))
-    np.testing.assert_allclose(have, wanted, atol=0.035)  # 4 standard errors of clusters of K
 
 
 @pytest.mark.parametrize("regions", [None, 24])
@@ -176,12 +161,6 @@ def test_patches_lie_in_their_region_and_regions_in_the_training_box() -> None:
                 inner, outer = sample.region[0][axis], sample.region[1][axis]
                 assert train[0][axis] <= inner <= sample.start_zyx[axis], name
                 assert stop[axis] <= outer <= train[1][axis], name
-
-
-def test_held_out_voxels_are_never_sampled() -> None:
-    plan = plan_of(TINY._replace(shape=(40, 18, 18), options=TINY.options | {"validation": ValidationConfig()}))
-    assert plan.volumes[0].train[1][0] < 40
-    assert starts_of(plan, 5000)[:, 0].max() + 4 == plan.volumes[0].train[1][0], "up to the last voxel, and no further"
 
 
 @settings(max_examples=3, deadline=None)

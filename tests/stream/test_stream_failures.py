@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import threading
@@ -245,13 +244,6 @@ def test_blocks_out_of_order_are_refused(volume: Path, change: Change) -> None:
     assert len(cut(volume, lambda blocks: blocks)) == 96
     with pytest.raises(StreamOrderError, match="report this as a bug"):
         cut(volume, change)
-
-
-def test_batches_carry_the_samples_of_the_plan(volume: Path) -> None:
-    job = make_job(volume)
-    with open_stream(job, batch_size=6) as stream:
-        samples = [sample for batch in itertools.islice(stream, 8) for sample in batch.samples]
-    assert samples == [job.plan.sample(index) for index in range(48)]
 
 
 # ---- why a reader died, by Ray's account
