@@ -203,7 +203,7 @@ def test_a_pickled_loader_continues_at_its_position(volume: Path) -> None:
         with pickle.loads(pickle.dumps(loader)) as copy:
             assert indices(copy) == list(range(24))
         list(islice(loader, 3))
-        with pytest.raises(ConfigError, match="while its readers run; close"):
+        with pytest.raises(ConfigError, match="while its workers run; close"):
             pickle.dumps(loader)
         loader.close()
         context = multiprocessing.get_context("spawn")

@@ -81,10 +81,10 @@ def test_a_run_continues_after_reader_deaths_and_reports_their_cause(
     assert died.returncode == -signal.SIGABRT
     done = run_armed("train", "--config", config, "--resume", *readers, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "this time the readers read from the start" in done.stderr
+    assert "this time the workers read from the start" in done.stderr
     assert "was killed or died (Aborted; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while decoding chunk [1, 1, 1] of volume {sharded}" in done.stderr
-    assert "crashed two readers, the last with Aborted; regions that touch" in done.stderr
+    assert "crashed two workers, the last with Aborted; regions that touch" in done.stderr
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
     deaths = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]

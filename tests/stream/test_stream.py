@@ -183,7 +183,7 @@ def test_readers_killed_at_random_times_change_no_byte_and_are_reported(job: Rea
         assert "\n" not in ended.fields["exit_detail"]
         assert "oom" not in ended.fields["exit_detail"].lower(), "Ray's guesses are left out"
         assert abs(ended.fields["exit_time"] - time.time()) < 600
-        said = f"Reader {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
+        said = f"Worker {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
         assert said in ended.text
         assert exit_of(private.worker_exits, ended.fields["pid"], "another machine") == {}
 

@@ -95,7 +95,7 @@ class ValidationConfig(Section):
 class StoreConfig(Section):
     """Reading of chunks from disks and remote stores."""
 
-    requests: PositiveInt = Field(default=16, description="requests in flight per reader on remote stores")
+    requests: PositiveInt = Field(default=16, description="requests in flight per worker on remote stores")
     outage_minutes: float = Field(
         default=60.0,
         ge=0,

@@ -51,7 +51,7 @@ class MonitorConfig(Section):
         "halve the prefetch and stop a worker, once; at 92 % save and exit 4 (Ray kills workers at 95 %)",
     )
     ram_limit_gib: float | None = Field(
-        None, gt=0, description="memory limit of this run and its readers, GiB; null = the cgroup's or machine's"
+        None, gt=0, description="memory limit of this run and its workers, GiB; null = the cgroup's or machine's"
     )
 
 
@@ -66,7 +66,7 @@ class ClusterConfig(Section):
     )
     reader_nodes: Literal["auto", "same", "any"] = Field(
         "auto",
-        description="where readers run: same = on the trainer's node; auto = same for several ranks, otherwise any",
+        description="where workers run: same = on the trainer's node; auto = same for several ranks, otherwise any",
     )
     max_restarts: NonNegativeInt = Field(10, description="limit on restarts from the last checkpoint after lost ranks")
     rank_timeout_minutes: float = Field(

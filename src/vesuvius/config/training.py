@@ -84,7 +84,7 @@ class TrainingConfig(Section):
         description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun",
     )
     workers: NonNegativeInt = Field(
-        2, description="Ray reader processes per rank; 0 = read in the trainer, without Ray"
+        2, description="Ray worker processes per rank; 0 = read in the trainer, without Ray"
     )
     prefetch_factor: PositiveInt = Field(2, description="batches prefetched per worker, in trainer memory")
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps per epoch (bookkeeping only)")

@@ -147,7 +147,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
     def __getstate__(self) -> dict[str, Any]:
         if self._is_running:
             raise ConfigError(
-                "A PatchLoader cannot be pickled while its readers run; close() it first, or make it in the process "
+                "A PatchLoader cannot be pickled while its workers run; close() it first, or make it in the process "
                 "that uses it (a DataLoader over it: set num_workers=0 and PatchLoader(workers=...))"
             )
         return {name: getattr(self, name) for name in self._pickled}

@@ -69,11 +69,11 @@ class EventRecorder:
     def reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
         """Record a death.  Returns the error that ends the stream if there were too many."""
         self.reader_deaths += 1
-        self.record("reader_died", f"{text}; another reader repeats its task", fields)
+        self.record("reader_died", f"{text}; another worker repeats its task", fields)
         if self.reader_deaths <= DEATHS_MAX:
             return None
         return DataError(
-            f"{self.reader_deaths} readers died in one session (limit {DEATHS_MAX}); the last: {text}; if readers "
+            f"{self.reader_deaths} workers died in one session (limit {DEATHS_MAX}); the last: {text}; if workers "
             "crash, restore the volume; if memory is short, lower training.workers or data.regions_in_flight"
         )
 

@@ -118,7 +118,7 @@ class Cutter:
         with self._starved:
             region = next(self._regions, None)
         if region is None:
-            raise StreamOrderError(f"The readers ended before slot {wanted}; report this as a bug")
+            raise StreamOrderError(f"The workers ended before slot {wanted}; report this as a bug")
         visit = region.visit
         if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(

@@ -214,16 +214,16 @@ class PatchStream(Iterator[Batch]):
                 self._drop_resident()
             self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
-        self._events.record("reconfigured", f"Readers changed at sample {self._next_sample}: {text}", changes)
+        self._events.record("reconfigured", f"Workers changed at sample {self._next_sample}: {text}", changes)
 
     def waiting_for(self) -> str:
         """Describe what delays the next batch.  Any thread may call it."""
         if (feeder := self._feeder) is None:
-            return "the readers to start or stop"
+            return "the workers to start or stop"
         workers, source = self.options.workers, self._source
-        readers = format_count(workers, "reader") if workers else "no readers: the trainer reads the data"
+        readers = format_count(workers, "worker") if workers else "no workers: the trainer reads the data"
         if workers and not self._ray.has_started:
-            readers = f"Ray is starting {format_count(workers, 'reader')}"
+            readers = f"Ray is starting {format_count(workers, 'worker')}"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def local_readers(self) -> frozenset[int]:
@@ -338,7 +338,7 @@ class PatchStream(Iterator[Batch]):
             self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
             self._open_readers()
         text = (
-            f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the readers ended in "
+            f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the workers ended in "
             f"{time.monotonic() - began:.1f} s"
         )
         self._events.record("resident", text, {"sample": self._next_sample})

@@ -79,7 +79,7 @@ class TrainingLoop:
         self.periodic.run_scheduled()  # tasks interrupted by the previous session's stop
         if progress.step >= config.stop_step:
             return
-        watchdog.expects("batch", "the readers to start")
+        watchdog.expects("batch", "the workers to start")
         with self.batches.open(
             first=progress.sample_index,
             stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,

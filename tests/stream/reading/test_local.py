@@ -180,7 +180,7 @@ def test_a_stream_may_be_closed_while_ray_starts(when: str, waits_s: float, says
     command = [sys.executable, "-c", _CLOSES, str(volume), when, str(waits_s)]
     environment = os.environ | {MARK: mark}
     done = fork_server.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    waiting = "Ray is starting 1 reader)\n" if when == "waiting" else ""
+    waiting = "Ray is starting 1 worker)\n" if when == "waiting" else ""
     assert (done.returncode, done.stdout) == (0, f"[0, 1, 2, 3]\n{waiting}")
     assert done.stderr.startswith(says)
     assert says or not done.stderr

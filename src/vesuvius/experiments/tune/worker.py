@@ -108,7 +108,7 @@ class TuneWorker:
         try:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
                 if (knobs := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
-                    run.watchdog.expects("batch", "the readers to start")
+                    run.watchdog.expects("batch", "the workers to start")
                     self._stream.reconfigure(**knobs)  # raises ConfigError if impossible, which ends this trainer
                     self._loop.monitor.readers_changed()
                     self._begin_with_readers(knobs)

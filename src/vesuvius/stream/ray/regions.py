@@ -213,11 +213,11 @@ def _reader_error(error: BaseException) -> VesuviusError:
         cause = cause.__cause__
     if isinstance(error, RayActorError):
         return ReaderLostError(
-            f"A reader died after {DEATHS_MAX} restarts and is not restarted again: {one_line(error)}; see the log for "
+            f"A worker died after {DEATHS_MAX} restarts and is not restarted again: {one_line(error)}; see the log for "
             "the chunk that it read"
         )
     return VesuviusError(
-        f"{'A reader' if isinstance(error, RayError) else 'The stream'} failed: {type(error).__name__}: "
+        f"{'A worker' if isinstance(error, RayError) else 'The stream'} failed: {type(error).__name__}: "
         f"{one_line(error)}; run with training.workers=0 for the full traceback"
     )
 
@@ -311,7 +311,7 @@ class RayRegions(Iterator[Region]):
             ending.result(_END_S)
         except TimeoutError:
             self._hangs = True
-            log.warning("Ray did not end the readers within %g s, probably because its head hangs", _END_S)
+            log.warning("Ray did not end the workers within %g s, probably because its head hangs", _END_S)
 
     def _interrupt(self) -> None:
         self._interrupted = True

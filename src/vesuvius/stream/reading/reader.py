@@ -249,7 +249,7 @@ class Reader:
     def _before(self, volume: Volume, box: Box, chunk: Triple) -> None:
         """Log the chunk that is decoded next.  Raises UnreadableChunkError for one that crashed two readers."""
         if (crash := self._crashed.get((volume.name, chunk))) is not None:
-            cause = f"crashed two readers, the last with {crash}"
+            cause = f"crashed two workers, the last with {crash}"
             raise UnreadableChunkError(volume.name, box, chunk, volume.grid.box_of(chunk), cause)
         if self._log is not None:
             self._log.chunk(volume.name, chunk)

@@ -117,7 +117,7 @@ class TrainerReadingMarker:
             self.__exit__()
             log.warning(
                 "The last session died while the trainer itself read the volumes, perhaps from a corrupt chunk; this "
-                "time the readers read from the start"
+                "time the workers read from the start"
             )
 
     def __enter__(self) -> None:
@@ -135,7 +135,7 @@ def open_reading_log(folder: Path, actor: str) -> ReadingLogWriter | None:
     try:
         return ReadingLogWriter(folder, actor)
     except OSError as error:
-        log.warning("Cannot write the reading log in %s: %s; the reader continues without it", folder, one_line(error))
+        log.warning("Cannot write the reading log in %s: %s; the worker continues without it", folder, one_line(error))
         return None
 
 
@@ -234,7 +234,7 @@ class ReaderWatch:
                 failing = False
             except Exception as error:  # a failing watch must not end the run
                 if not failing and not self._stop.is_set():
-                    log.warning("Cannot check the readers and the spills of Ray: %s; retrying", one_line(error))
+                    log.warning("Cannot check the workers and the spills of Ray: %s; retrying", one_line(error))
                 failing = True
             self._stop.wait(_EVERY_S)
 
@@ -243,7 +243,7 @@ class ReaderWatch:
         for outage in sorted(self.outages, key=lambda outage: outage.since):
             if now - outage.since >= _LOG_AFTER_S and now - self._logged.get(outage.address, 0.0) >= _LOG_EVERY_S:
                 self._logged[outage.address] = now
-                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
+                log.warning("%s (for %.0f s); the workers retry", outage, now - outage.since)
         for address in self._logged.keys() - {outage.address for outage in self.outages}:
             del self._logged[address]
             log.info("%s responds again", address)
@@ -268,7 +268,7 @@ def describe_death(
     cause = f"{fields['exit_type']}: {fields['exit_detail']}".rstrip(".") if exit_record else "Ray reports no cause"
     cause = f"{crash}; {cause}" if crash else cause
     decoding = f" while decoding chunk {list(chunk)} of volume {volume}" if chunk else ""
-    text = f"Reader {pid} on {node} was killed or died ({cause}){decoding}"
+    text = f"Worker {pid} on {node} was killed or died ({cause}){decoding}"
     return text, fields | {"signal": crash, "volume": volume, "chunk": chunk}
 
 
@@ -285,5 +285,5 @@ def exit_of(exits_of: Exits, pid: int, node: str) -> dict[str, Any]:
                 return max(exits, key=lambda each: each["exit_time"], default={})
             time.sleep(0.1)
     except Exception as error:  # only one line of a report depends on it
-        log.debug("Ray does not report how reader %d ended: %s", pid, one_line(error))
+        log.debug("Ray does not report how worker %d ended: %s", pid, one_line(error))
         return {}
