@@ -119,31 +119,6 @@ def mapped(path: Path, context: DataContext, stay_s: float, prefetch: int = 0) -
 
 
 @pytest.mark.long
-def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    class Watch(private.ExecutionCallback):
-        def before_execution_starts(self, executor: Any) -> None:
-            seen.append(executor)
-
-        def on_execution_step(self, executor: Any) -> None:
-            seen.append("step")
-
-    context = DataContext.get_current().copy()
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, Watch]
-    private.set_blocks_ahead(context, 13)
-    private.hide_progress_warning()
-    blocks = mapped(tmp_path / "far", context, 60)
-    assert int(next(blocks)["bytes"][0][0]) == 0
-    until(lambda: (tmp_path / "far").read_text() == "11")
-    assert "step" in seen
-    pid = int((tmp_path / "pid").read_text())
-    private.end_execution(seen[0])
-    blocks.close()
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
-
-
-@pytest.mark.long
 def test_a_task_is_not_retried_forever(tmp_path: Path) -> None:
     context = DataContext.get_current().copy()
     blocks = mapped(tmp_path / "some", context, 5)

@@ -36,10 +36,9 @@ _CLOSED = "The PatchLoader was closed during this loop; begin another one"
 class PatchLoader(IterableDataset[PatchBatch]):
     """Batches of patches in a reproducible random order, read by separate processes.
 
-    Patches and their order depend on `seed`, the volumes and the sampling arguments, not on `workers`,
-    `prefetch_factor` or the device.  A context manager: on exit the readers, and Ray if the loader started it, end.
-    All loops share one sequence of batches, and each counts its own `length`.  After an error the next loop, or
-    `next`, goes on at the batch that failed.
+    Patches and their order depend on `seed`, the volumes and the sampling arguments alone.  A context manager: on exit
+    the workers, and Ray if the loader started it, end.  All loops share one sequence of batches, and each counts its
+    own `length`.  After an error the next loop, or `next`, goes on at the batch that failed.
 
     Args:
         volumes: OME-Zarr groups or zarr arrays: a path or URL (https://, s3://, gs://, az://, hf://), a `VolumeConfig`
@@ -72,9 +71,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
         validation_boxes: for each volume the box held out by `validation_fraction`, ((z, y, x), (z, y, x)), or None.
 
     Raises:
-        ConfigError: an argument is invalid or contradicts another; on iterating in a forked process or a worker of a
-            DataLoader, with an unknown rank (`WORLD_SIZE` is above 1, torch.distributed is not initialized), or at
-            another position than other ranks.
+        ConfigError: an argument is invalid; on iterating in a forked process or a worker of a DataLoader, with an
+            unknown rank (`WORLD_SIZE` is above 1, torch.distributed is not initialized), or elsewhere than other ranks.
         DataError: a volume cannot be used; also while iterating, if it can no longer be read.
         ClosedError: on iterating, the loader was closed since the loop began.
     """
@@ -221,10 +219,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly at the position of another loader over the same plan, with any workers and device.
 
-        The samples continue also with another batch size, length or number of ranks, if it divides the number of
-        samples so far; if the epoch would be over by then, the next one begins.
-
-        Raises ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
+        Also with another batch size, length or number of ranks that divides the number of samples so far.  Raises
+        ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
         """
         check_state(state, self._job)
         in_epoch = to_integer("in_epoch of a state", state.get("in_epoch", 0), 0)

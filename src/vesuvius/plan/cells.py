@@ -1,13 +1,8 @@
 """Partitions the starts of a volume's patches into cells.  Pure.
 
-A start is the first voxel of a patch.  Along each axis the starts are divided into intervals of equal length, shorter
-at the ends; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is the
-cell extended by patch - 1 voxels, which is what its patches cover.  Each pass over the volume draws a new phase that
-shifts the boundaries, so that no voxel is always near one.
-
-Regions are read as whole chunks, so lengths that divide a chunk or are multiples of one are cheap at some phases: with
-chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases, four at the other six.
-Only the cheap phases are drawn.
+Along each axis the starts are divided into intervals of equal length, shorter at the ends; a cell is one interval per
+axis.  Its region, what its patches cover, is the cell extended by patch - 1 voxels.  Each pass draws a new phase that
+shifts the boundaries: only phases at which regions touch the fewest chunks (docs/plan.md).
 """
 
 from __future__ import annotations

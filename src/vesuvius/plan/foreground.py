@@ -1,12 +1,10 @@
 """Finds the starts with enough foreground on a map of the volume, without reading it.  Pure.
 
-The foreground of a patch is the number of foreground voxels that it holds.  If the map has only cells, it is counted in
-255ths of a voxel, sum(fraction x overlap of patch and map cell), an integer below 2^52, so float64 sums it without
-rounding: exact for stored chunks, an estimate for cells that are partly foreground.
+The foreground of a patch is its number of foreground voxels.  If the map has only cells, it is counted in 255ths of a
+voxel, sum(fraction x overlap of patch and map cell), an integer below 2^52, so float64 sums it without rounding.
 
-Qualifying starts are drawn by rejection sampling: a random block from the list of all blocks of starts that may hold
-one, and a random start in it, until one qualifies.  Blocks without one only cost time; every qualifying start is
-equally likely.
+Qualifying starts are drawn by rejection sampling from the blocks of starts that may hold one; blocks without one only
+cost time.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Orders without tables: slots dealt to volumes by weight, permutations computed by position, and mixing.  Pure.
 
-The plan of a 20 TB volume orders 38 million regions; readers and the trainer look up single positions.  Sample i is cut
-from one of the M regions of a window that slides over the regions in reading order.
+Sample i is cut from one of the M regions of a window that slides over the regions in reading order.
 
     sample    0 ......... M-1 | M ......... 2M-1 | 2M ...
     round     0               | 1                | 2
     window    regions 0..M-1  | s..M+s-1         | 2s..M+2s-1       s = M / K
 
-In each round every region of the window gives one sample, in random order.  A region stays for K rounds, so it gives K
-samples, and M / K regions enter and leave per round.  Everything has a closed form; nothing is iterated.
+In each round every region of the window gives one sample, in random order; M / K regions enter and leave per round.
+Everything has a closed form: the plan of a 20 TB volume orders 38 million regions.
 """
 
 from __future__ import annotations

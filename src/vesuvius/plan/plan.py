@@ -1,13 +1,9 @@
 """Maps sample i to its voxels, as a function of (seed, i).  No I/O, no state.
 
 Every start in the training box (with a foreground map: every start that qualifies) is equally likely for every sample;
-volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass takes
-equidistant positions in the enumeration of all starts, from a random first one, in random order, and visits their
-cells: each in proportion to its number of starts, and hardly ever twice.  The region of a visited cell is read once,
-and K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`order.py`).
-
-The order of samples depends only on the seed, the `data` section and the volumes' metadata, not on batches, workers or
-ranks.
+volumes come in proportion to their weights.  A pass takes equidistant positions in the enumeration of all starts, from
+a random first one, in random order, and visits their cells (`cells.py`).  The region of a cell is read once, and K
+patches are cut from it; those of M regions are mixed (`order.py`).  docs/plan.md explains it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The data path as an endless, ordered iterator of batches, read by Ray workers or in this process.
-
-The content of batch n depends on the plan alone: not on the number of workers, the prefetch or the cache.
-"""
+"""The data path as an endless, ordered iterator of batches; batch n depends on the plan alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Reads each region of a task once.
-
-The same code runs in Ray actors and in the trainer (`workers: 0`), so both deliver the same bytes.  The trainer cuts
-patches (`feeder.py`) directly from the regions in shared memory, which saves a copy of each patch.
-"""
+"""Reads each region of a task once: in Ray actors, and in the trainer (`workers: 0`)."""
 
 from __future__ import annotations
 
@@ -141,9 +137,9 @@ class Reader:
     def blocks(self, task: Task, ahead: Task = ()) -> Iterator[Block]:
         """Yield the regions of a task's slots, once each; valid for one round of the ring.
 
-        The blocks depend only on the task, so a retry after a reader's death yields the same ones.  While they are
-        decoded, the first chunks of `ahead`, the task that this reader will probably get next, are fetched from remote
-        stores.  Raises DataError: a chunk is missing that must exist, or no region can replace an unreadable one.
+        The blocks depend only on the task.  Meanwhile the first chunks of `ahead`, the task that this worker will
+        probably get next, are fetched from remote stores.  Raises DataError: a chunk is missing that must exist, or no
+        region can replace an unreadable one.
         """
         plan = self._job.plan
         if self._log_dir is not None:  # other readers may have crashed meanwhile

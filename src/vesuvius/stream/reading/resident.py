@@ -1,7 +1,6 @@
 """A decoded copy of the training boxes of all volumes in shared memory, filled with the regions as they are read.
 
-Once a region is complete, its patches are cut from the copy: nothing is decoded, and no region is copied.  Unreadable
-voxels never enter it, so regions that touch damage are still read and replaced.
+Unreadable voxels never enter it, so regions that touch damage are still read and replaced.
 """
 
 from __future__ import annotations
