@@ -46,7 +46,7 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
     """A tiny config of ten steps, which samples in three."""
     config = {
         "name": path.stem,
-        "data": {"volumes": volumes, "patch_size": list(PATCH), "patches_per_region": 4, "regions_per_task": 4} | data,
+        "data": {"volumes": volumes, "patch_size": list(PATCH), "patches_per_region": 4} | data,
         "training": {
             "train_batch_size": 4,
             "workers": 0,

@@ -155,7 +155,9 @@ class TrainingCondition(Inputs):
         self._box = trained.validation or trained.train
         labels = config.class_values
         low, high = (min(labels), max(labels)) if labels else (0, 0)
-        self.intensity = IntensityRange(low, max(low + 1, high)) if labels else facts.intensities.conditions[volume_index]
+        self.intensity = (
+            IntensityRange(low, max(low + 1, high)) if labels else facts.intensities.conditions[volume_index]
+        )
 
     def start_zyx(self, sample: int) -> Triple:
         """Return the start of a sample's condition, which depends only on (seed, sample) and is uniform.  Pure."""
