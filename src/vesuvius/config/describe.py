@@ -130,8 +130,8 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
             return path, str(error["ctx"]["error"])
         case "too_short" if len(value) >= error["ctx"]["min_length"]:
             return None  # pydantic counts only valid entries; the others have their own errors
-    if not (schema := schema_at(path)):  # a union: pydantic reports one error per type, one level below
-        path, schema = path[:-1], schema_at(path[:-1])
+    while not (schema := schema_at(path)):  # a union: pydantic reports one error per type, below
+        path = path[:-1]
     return path, f"{show(value)} is not valid; use {describe_type(schema)}"
 
 
@@ -173,7 +173,8 @@ def schema_at(path: KeyPath) -> JsonSchema:
     for step in path:
         schema = _resolved(_not_null(schema))
         if isinstance(step, int):
-            schema = _resolved(schema["items"] if "items" in schema else schema["prefixItems"][step])
+            items = dict(enumerate(schema.get("prefixItems", ())))
+            schema = _resolved(schema["items"] if "items" in schema else items.get(step, {}))
         else:
             schema = _resolved(schema.get("properties", {}).get(step, {}))
     return schema
