@@ -222,9 +222,7 @@ def compare_initial(source: Path, now: Config, data_now: DataFacts | None) -> li
     try:
         if is_checkpoint := (source.parent / MANIFEST).is_file():
             check_files(source.parent, CONFIG)
-        before = parse_stored(
-            read_yaml(path.read_text(encoding="utf-8"), str(path))[0], source=str(path)
-        )
+        before = parse_stored(read_yaml(path.read_text(encoding="utf-8"), str(path))[0], source=str(path))
     except (OSError, ValueError, TypeError, AttributeError) as error:  # a ConfigError is a ValueError
         if is_checkpoint:
             raise
