@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import itertools
 import json
 import os
 import re
 import time
 import tracemalloc
-import zlib
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -40,7 +37,7 @@ from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
-from vesuvius.report.curves import COLOURS, Chart, banded, draw, label_heights, thinned
+from vesuvius.report.curves import COLOURS, Chart, banded, draw, thinned
 from vesuvius.report.model import build, comparison, named_apart, page_of, write_report
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
@@ -207,15 +204,6 @@ def test_curves_lie_where_their_values_are() -> None:
     assert y0 - y1 == pytest.approx(ticks[0.0] - ticks[4.0], abs=0.1)
 
 
-def test_labels_of_curves_that_end_together_stay_apart() -> None:
-    ends = [0.0, 0.01, 1.0, 0.99]
-    heights = label_heights(ends)
-    assert np.diff(sorted(heights)).min() >= 0.08
-    assert np.argsort(heights).tolist() == np.argsort(ends).tolist(), "in the order of the curves"
-    assert min(heights) >= 0
-    assert max(heights) <= 1
-
-
 def test_a_curve_keeps_the_colour_of_its_name_and_no_two_share_one() -> None:
     names = ("compute", "data wait", *(f"run {number}" for number in range(12)))
     series = [banded(name, [0, 1], [0, 1]) for name in names]
@@ -243,17 +231,6 @@ def test_the_legend_names_the_last_value(tmp_path: Path) -> None:
         legends = {each.key: draw(each).legend[0][2] for each in charts}
         assert legends["loss"].startswith("last 5.00, ")
         assert legends["lr"].startswith("last 0.00, ")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["[]", "7", "{", '{"packages": [1], "gpus": {"a": 1}, "commit": 7}', '{"packages": "x", "gpus": 3}'],
-)
-def test_an_env_json_of_wrong_types_is_unknown(tmp_path: Path, text: str) -> None:
-    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
-    (run / "env.json").write_text(text)
-    assert reported(run).facts["torch / vesuvius"] == f"{NOT_KNOWN} / {NOT_KNOWN}"
-    assert shown(reported(run)).text
 
 
 def test_a_resume_hides_nothing_of_why_the_session_before_died(tmp_path: Path) -> None:
@@ -319,44 +296,6 @@ def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
     (ram,) = [chart.series[0] for chart in report.charts if chart.key == "ram"]
     assert (ram.high.max(), ram.last) == (pytest.approx(7.7), 2.0), "a spike of one sample stays"
     assert ram.mid.mean() == pytest.approx(2.0, rel=0.01)
-
-
-def test_samples_of_the_monitor_that_older_versions_compressed_are_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "tiny", [run_start(), step(1), step(2)], [system(2)])
-    with gzip.open(run / "system.000001.jsonl.gz", "wt") as file:
-        file.write(json.dumps(system(1, used_gib=7.0)) + "\n")
-    assert [record.step for record in read_run(run).system] == [1, 2]
-
-
-def test_damaged_samples_of_older_versions_are_skipped(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "tiny", [run_start(), step(1), step(2)], [system(2)])
-    with gzip.open(file := run / "system.000001.jsonl.gz", "wt") as lines:
-        lines.writelines(json.dumps(system(n, cores_busy=n / 7)) + "\n" for n in range(1, 99))
-    data = file.read_bytes()
-    damaged = data[:200] + bytes(255 - byte for byte in data[200:])
-    file.write_bytes(damaged)
-    with pytest.raises(zlib.error):
-        gzip.decompress(damaged)
-    assert read_run(run).system[-1].step == 2
-
-
-def test_values_of_a_wrong_type_are_skipped_like_torn_lines(tmp_path: Path) -> None:
-    gpu = {"index": 0, "busy": [0, 1, 2]}
-    times = {"kind": "ranks", "time": BEGAN + 1, "step": 1, "slowest": 0, "times": [{"node": "a", "step_s": 1.0}]}
-    start = run_start() | {"validated_step": 0, "previewed_step": 0, "drift": ["lr: was 1, is 2"], "accepted": []}
-    ours = [start, step(1), times, verdict(1), validation(1, 0.5), run_end(1, BEGAN + 9, 1, "crash")]
-    sampled = system(1, gpus=[gpu], vram=[1, 2, 3])
-    wrong = (None, True, 10**400, "text", [], [5], [None], [{}], {}, {"ema": 5}, [{"index": [5]}])
-    run = write_run(tmp_path / "tiny", ours, [sampled])
-    (run / "config.resolved.yaml").unlink()  # takes most of the time
-    for number, record in enumerate([*ours, sampled]):
-        names = ("step", "loss") if record["kind"] == "step" else record.keys() - {"kind", "time"}
-        for name, value in itertools.product(names, wrong):
-            changed = [*map(json.dumps, [*ours, sampled])]
-            changed[number] = json.dumps(record | {name: value})
-            (run / "metrics.jsonl").write_text("\n".join(changed[:-1]))
-            (run / "system.jsonl").write_text(changed[-1])
-            assert reported(run).facts["state"] == NOT_KNOWN, (record["kind"], name, value)
 
 
 def test_a_report_replaces_reports_but_no_other_page(tmp_path: Path) -> None:

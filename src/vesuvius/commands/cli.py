@@ -92,10 +92,7 @@ def _help() -> str:
 
 
 def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Return the `main` of a command: logs to the terminal, and turns errors into one message and an exit code.
-
-    Called without arguments, `main` takes those of this process, which then ends.
-    """
+    """The `main` of a command: logs to the terminal, turns errors into a message and an exit code; see `_ended`."""
 
     @functools.wraps(body)
     def main(argv: list[str] | None = None) -> int:

@@ -61,10 +61,7 @@ def check_versions() -> Finding:
 
 
 def check_cores(workers: int | None, ranks: int = 1) -> Finding:
-    """Compare the cores (affinity and quota) with the trainers and readers of this machine.
-
-    `workers` are the readers of each rank; None = no config.
-    """
+    """Compare the cores (affinity and quota) with the trainers and readers; `workers` None = no config."""
     cores = usable_cores(os.getpid())
     value = f"{cores:g} of {os.cpu_count()} cores"
     if workers is None:
@@ -101,10 +98,7 @@ def check_shm(need_bytes: int) -> Finding:
 
 
 def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Finding:
-    """Check that the run directory can be written and locked, and has space for `kept` checkpoints plus one.
-
-    It need not exist: its nearest existing parent is tested.
-    """
+    """Check that the run directory, or its nearest parent, can be written, locked, and hold `kept` + 1 checkpoints."""
     there = nearest_existing(directory)
     if not there.is_dir():
         return Finding("fail", f"{there} is a file, not a folder", "move it away, or set VESUVIUS_RUNS")

@@ -87,10 +87,7 @@ def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
 
 @contextmanager
 def locked(directory: Path, what: str) -> Iterator[int]:
-    """Lock the directory against other sessions and the trainers of killed ones; yields the lock's file descriptor.
-
-    Raises ConfigError if another one is active, and StorageError if a file cannot be written here or in the context.
-    """
+    """Lock the directory, yielding the lock's descriptor.  Raises ConfigError if it is in use, and StorageError."""
     remedy = "free some space and start again, or set VESUVIUS_RUNS"
     with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):
         directory.mkdir(parents=True, exist_ok=True)

@@ -96,14 +96,7 @@ def _traced(path: Path, on_gpu: bool) -> Iterator[None]:
 
 
 def profile(config: Config, source: Path, steps: int, trace: bool, command: str) -> RunReport:
-    """Train `steps` steps after the warm-up, trace some more, and write profile.html; returns the report.
-
-    Raises VesuviusError as `train`, and if the run ended before it had made the steps.
-
-    Args:
-        source: the YAML file of the config.
-        command: as typed, for the page.
-    """
+    """Train `steps` steps after the warm-up, trace some more, write profile.html.  Raises VesuviusError as `train`."""
     ranks, config = config.training.ranks, single_rank_config(config)
     folder, observed = new_folder(run_dir(config).path / "profiles"), Observed()
 
@@ -139,12 +132,7 @@ def profiled(config: Config, name: str, steps: int) -> Config:
 def build_profile(
     config: Config, records: RunRecords, observed: Observed, asked: int, ranks: int | Literal["auto"], next_command: str
 ) -> RunReport:
-    """The report of a profile of `asked` steps.
-
-    Args:
-        ranks: number of ranks of the training; one was profiled.
-        next_command: to type next.
-    """
+    """The report of a profile of `asked` steps; `ranks` are those of the training, of which one was profiled."""
     assert observed.verdict is not None, "all steps were made"
     verdict, after, last = observed.verdict, observed.warm_steps, observed.warm_steps + asked
     number_of = records.columns["step"]

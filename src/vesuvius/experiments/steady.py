@@ -94,10 +94,7 @@ class TrialLength:
 
 
 class SteadyState:
-    """Collects step records until the steady state has been measured for `seconds` or longer.
-
-    `batch` are the samples of a step, `workers` the readers of all ranks.
-    """
+    """Collects step records until the steady state was measured; `workers` are the readers of all ranks."""
 
     def __init__(self, warmup: Warmup, plan: Plan, workers: int, batch: int, seconds: float) -> None:
         self._warmup, self._seconds, self._batch, self._workers = warmup, seconds, batch, workers

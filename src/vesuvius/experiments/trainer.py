@@ -77,10 +77,7 @@ class Trainer:
             self._process.stdin.flush()
 
     def watch(self, take: Callable[[Record], bool], limit_s: float, stopping: Callable[[], bool]) -> tuple[Ended, str]:
-        """Pass each new record to `take` until it returns true; return how and why that ended.
-
-        Unless it is `ok`, the trainer is closed.  Raises StoppedError: `stopping` returned true; it is closed.
-        """
+        """Pass new records to `take` until it returns true; returns how it ended.  Raises StoppedError."""
         began = time.monotonic()
         try:
             while True:

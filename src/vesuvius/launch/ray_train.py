@@ -109,11 +109,7 @@ def make_trainer(request: Request, ranks: int, needs: dict[str, float], folder: 
 
 
 def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float]:
-    """Return the resources that a rank reserves on a node, including the cores of its readers: otherwise Ray would put
-    more ranks on a node than its cores can feed.
-
-    Raises ConfigError: ranks and readers do not fit; Ray would wait for more nodes.
-    """
+    """The resources that a rank reserves on a node, with its readers' cores.  Raises ConfigError: no room."""
     least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
     needs = {"CPU": 1.0 + (workers if readers_are_local(config.cluster, world=2) else 0)}
     needs |= {"GPU": 1.0} if any(node.get("GPU") for node in nodes) else {}
@@ -181,10 +177,7 @@ def _modified_ns(path: Path) -> int | None:
 
 
 def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) -> int:
-    """Print the log of rank 0 and forward a stop request until Ray Train ends.  Returns rank 0's exit code.
-
-    Raises VesuviusError: Ray Train has given up, no rank has run for too long, or none can handle a stop request.
-    """
+    """Print the log of rank 0, forward a stop request, return its exit code.  Raises VesuviusError: no rank runs."""
     path, minutes, is_forwarded, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None
     heard_s = checked_s = time.monotonic()
     log_file = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)

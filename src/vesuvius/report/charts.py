@@ -118,10 +118,7 @@ def work_columns(records: RunRecords) -> dict[str, Column]:
 
 
 def split_time(records: RunRecords) -> tuple[TimePart, ...]:
-    """Split the time of all steps with the last settings into parts that add up to it; empty without a step.
-
-    The first step of each session includes starting the readers and choosing kernels: it is a part of its own.
-    """
+    """The parts of the time of all timed steps; the first step of a session, which starts the readers, is one."""
     columns, work = records.columns, work_columns(records)
     known = np.isfinite(columns["step_s"]) & np.isfinite(columns["pause_s"]) & np.isfinite(sum(work.values()))
     known &= records.timed

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +31,6 @@ COLOURS = {
 """The colour of a thing on all pages, as a number of the style's `--c0` to `--c15`."""
 
 _OTHERS = (2, 6, 4, 8, 9, 1, 3, 5, 10, 11, 12, 13, 14, 15)  # colours of all other curves, in order
-_MOST_LABELLED = 16  # characters of a label next to its curve
-_LABEL_GAP = 0.085  # between two labels, as a share of the axis
 # If the largest value exceeds the usual ones by more than `_SPIKE`, the axis is cut and spikes are marked.
 _SPIKE, _ROOM = 4.0, 1.5
 # Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe010f`.
@@ -162,11 +159,10 @@ def _svg(chart: Chart) -> Markup:
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "vesuvius", "path.simplify": False, "font.size": 10.0}
     with rc_context(style | {"font.sans-serif": ["DejaVu Sans"]}):
         canvas = Canvas(figsize=(5.0, 2.5))
-        labels = [each.label[:_MOST_LABELLED] for each in chart.series] if len(chart.series) > 1 else []
-        axes = canvas.add_axes((0.115, 0.15, 0.865 - 0.018 * max(map(len, labels), default=0), 0.79))
+        axes = canvas.add_axes((0.115, 0.15, 0.865, 0.79))
         bottom, top = y_range(chart)
         axes.set(ylim=(bottom, top), yscale="log" if chart.log else "linear")
-        _lines(axes, chart, top, labels)
+        _lines(axes, chart, top)
         for _, value in chart.limits:
             if bottom <= value <= top:
                 axes.axhline(value, color=_LIMIT, linewidth=1.2, dashes=(4, 3))
@@ -174,18 +170,6 @@ def _svg(chart: Chart) -> Markup:
         file = io.StringIO()
         canvas.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _inline(file.getvalue(), ", ".join(filter(None, (chart.title, chart.unit, f"over {chart.x_label}"))))
-
-
-def label_heights(ends: Sequence[float]) -> list[float]:
-    """Heights (0 to 1) of the curves' labels: at their ends, moved apart if they would overlap."""
-    heights, order = [*ends], sorted(range(len(ends)), key=ends.__getitem__)
-    for index, above in pairwise(order):
-        heights[above] = max(heights[above], heights[index] + _LABEL_GAP)
-    highest = 1.0
-    for index in reversed(order):
-        heights[index] = min(heights[index], highest)
-        highest = heights[index] - _LABEL_GAP
-    return heights
 
 
 def _dress(axes: Axes, chart: Chart) -> None:
@@ -206,13 +190,9 @@ def _dress(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
-def _lines(axes: Axes, chart: Chart, top: float, labels: Sequence[str]) -> None:
-    colours = [f"#fe01{colour:02x}" for colour in _colours(chart)]
-    to_axes = axes.transScale + axes.transLimits
-    ends = [float(to_axes.transform((0, series.mid[-1]))[1]) for series in chart.series]
-    for y, label, colour in zip(label_heights(ends), labels, colours, strict=False):
-        axes.text(1.01, y, label, color=colour, va="center", transform=axes.transAxes, parse_math=False)
-    for colour, series in zip(colours, chart.series, strict=True):
+def _lines(axes: Axes, chart: Chart, top: float) -> None:
+    for number, series in zip(_colours(chart), chart.series, strict=True):
+        colour = f"#fe01{number:02x}"
         if (series.high > series.low).any():
             axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0)
         marker, style = "o" if len(series.x) < 8 and not series.dashed else None, "--" if series.dashed else "-"

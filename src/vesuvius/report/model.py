@@ -13,22 +13,10 @@ import numpy as np
 from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.post_mortem import headline
+from vesuvius.report import page
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
-from vesuvius.report.page import (
-    FOLDER,
-    NOT_KNOWN,
-    PARTS_NOTE,
-    Bar,
-    Bars,
-    RunReport,
-    Table,
-    filled,
-    made_by,
-    new_folder,
-    render_html,
-    write_page,
-)
+from vesuvius.report.page import NOT_KNOWN, PARTS_NOTE, Bar, Bars, RunReport, Table, filled
 from vesuvius.report.records import GONE, Column, RunRecords, figure, read_run
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.run_dir import RunDir
@@ -49,16 +37,18 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
 
     Raises StorageError: the folder cannot be written.  Raises ConfigError: its report.html is not one of vesuvius.
     """
-    folder = out or new_folder(runs[0] / FOLDER)
-    if (page := folder / "report.html").is_file() and b"<footer>Made " not in page.read_bytes():
-        raise ConfigError(f"{page} was not written by vesuvius and would be replaced; choose another --out")
-    write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
+    folder = out or page.new_folder(runs[0] / page.FOLDER)
+    if (there := folder / "report.html").is_file() and b"<footer>Made " not in there.read_bytes():
+        raise ConfigError(f"{there} was not written by vesuvius and would be replaced; choose another --out")
+    page.write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
     return folder
 
 
 def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:
     reports = named_apart(reports)
-    return render_html(reports, made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s)
+    return page.render_html(
+        reports, page.made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s
+    )
 
 
 def named_apart(reports: Sequence[RunReport]) -> list[RunReport]:
@@ -97,11 +87,11 @@ def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:
     """The first curve of each chart, named by its run."""
     made = []
     for key in _OVERLAID:
-        found = [(r.name, chart) for r in reports for chart in r.charts if chart.key == key]
-        if found:
-            series = tuple(replace(chart.series[0], label=name) for name, chart in found)
-            log = all(chart.log for _, chart in found)
-            made.append(replace(found[0][1], series=series, limits=(), log=log))
+        charts = [(r.name, chart) for r in reports for chart in r.charts if chart.key == key]
+        if charts:
+            series = tuple(replace(chart.series[0], label=name) for name, chart in charts)
+            log = all(chart.log for _, chart in charts)
+            made.append(replace(charts[0][1], series=series, limits=(), log=log))
     return tuple(made)
 
 
@@ -118,7 +108,7 @@ def build(records: RunRecords) -> RunReport:
         parts=split_time(records),
         charts=tuple(build_charts(records)),
         tables=filled(ranks_table(records), _sessions(records), _events(records)),
-        previews=_previews(records),
+        previews=tuple((r["step"], r["picture"]) for r in records.of_kind("preview") if r.get("picture")),
         config={key: "null" if value is None else str(value) for key, value in flatten(records.config).items()},
         config_text=records.config_text,
         parts_note=f"{PARTS_NOTE}  Times: {_timed_steps(records)}." if records.changed else PARTS_NOTE,
@@ -154,8 +144,6 @@ def verdict_words(verdict: Record, has_gpu: bool) -> str:
     kind, cause, evidence, advice = (str(verdict.get(key) or "") for key in ("bound", "cause", "evidence", "advice"))
     if kind == "compute-bound" and not has_gpu and not advice.startswith("try"):
         return "Compute-bound on the CPU: no data-path setting will help."
-    if not evidence:  # older runs
-        return f"{str(verdict.get('text')).capitalize()}."
     words = f"{kind} ({cause})" if cause else kind
     return f"{words.capitalize()}: {evidence}" + (f"; {advice}." if advice else ".")
 
@@ -260,15 +248,8 @@ def _events(records: RunRecords) -> Table:
 def _event_text(record: Record) -> str:
     if record.get("text"):
         return str(record["text"])
-    fields = {k: v for k, v in record.items() if k not in ("kind", "time", "step", "event") and v is not None}
+    fields = {k: v for k, v in record.items() if k not in ("kind", "time", "step", "event")}
     return ", ".join(f"{name} {value}" for name, value in fields.items() if isinstance(value, str | int | float))
-
-
-def _previews(records: RunRecords) -> tuple[tuple[int, str], ...]:
-    found = records.of_kind("preview")
-    return tuple(
-        (int(r["step"]), str(r["picture"])) for r in found if isinstance(r.get("step"), int) and r.get("picture")
-    )
 
 
 def commit_text(environment: Mapping[str, Any]) -> str:

@@ -5,12 +5,10 @@ Steps and the times of ranks become columns, neighbouring records of the monitor
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import math
-import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,7 @@ from vesuvius.monitor.post_mortem import Death, deaths_of, headline, is_of_sessi
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.samples import spreads
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record, records_in
+from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record
 
 Column = NDArray[np.float64]
 
@@ -38,18 +36,6 @@ STEP_FIELDS = (
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
     "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
 )  # fmt: skip
-# By kind, the fields that a report takes apart; a record in which one has another type is skipped, like a torn line.
-_SHAPES: Mapping[str, Any] = {
-    "system": {
-        "used_bytes": [], "trainer_bytes": [], "shared_bytes": [], "readers": {}, "vram": {"reserved_bytes": []},
-        "gpus": [{"index": int | str, "busy": []}],
-    },
-    "ranks": {"slowest": int, "times": [{}]},
-    "run_start": {"validated_step": int, "previewed_step": int, "drift": [], "accepted": []},
-    "validation": {"bin_edges": [int | float], "weights": {"ema": {"relative_bins": []}}},
-}  # fmt: skip
-_ENVIRONMENT = {"gpus": list, "packages": dict}  # the same for env.json
-
 _MOST_SYSTEM = 1000  # records of the monitor that are kept, or twice as many
 
 Band = tuple[float, float, float, float]
@@ -116,7 +102,7 @@ def read_run(path: Path) -> RunRecords:
     peaks, ranks = dict[str, float](), list[RankTimes]()
     others, sessions, starts = list[Record](), list[Record](), list[Record]()
     system, known_step = _Merged(), 0.0
-    for record in heapq.merge(_metrics(path / "metrics.jsonl"), _system(path), key=_time):
+    for record in heapq.merge(*(_records(path / name) for name in ("metrics.jsonl", "system.jsonl")), key=_time):
         match record["kind"]:
             case "step":
                 for name, column in steps.items():
@@ -145,14 +131,10 @@ def read_run(path: Path) -> RunRecords:
         first[index : index + 1] = True
         if (keys := _changed_keys(start)) and index < len(first):
             since, changed = index, keys
-    session, deaths, config = (
-        read_session(path / "session.json"),
-        deaths_of(path),
-        file_inside(path, "config.resolved.yaml"),
-    )
+    session, deaths = read_session(path / "session.json"), deaths_of(path)
+    config = file_inside(path, "config.resolved.yaml")
     config_text = (config and read_text(config)) or ""
     env = parse_record(read_text(path / "env.json") or "") or {}
-    env = {key: value for key, value in env.items() if isinstance(value, _ENVIRONMENT.get(key, object))}
     return RunRecords(
         path, columns, peaks, first, np.arange(len(first)) >= since, changed, system.records, ranks, others, sessions,
         deaths, _config(config_text), config_text, env,
@@ -223,40 +205,13 @@ def _changed_keys(start: Record) -> tuple[str, ...]:
     return tuple(key for key in keys if not key.startswith(SAME_SPEED))
 
 
-def _metrics(path: Path) -> Iterator[Record]:
-    """The records of metrics.jsonl, with only the needed fields of each step: a long run's file exceeds memory."""
+def _records(path: Path) -> Iterator[Record]:
+    """The records of a file, with only the needed fields of each step: a long run's file exceeds memory."""
     with suppress(OSError):
-        for record in _placed(iter_records(path)):
-            is_step = record["kind"] == "step"
-            yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
-
-
-def _system(run: Path) -> Iterator[Record]:
-    """The records of the monitor; older versions compressed earlier ones into system.NNNNNN.jsonl.gz."""
-    for path in (*sorted(run.glob("system.*.jsonl.gz")), run / "system.jsonl"):
-        with (
-            suppress(OSError, EOFError, zlib.error),
-            gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines,
-        ):
-            yield from _placed(records_in(lines))
-
-
-def _placed(records: Iterable[Record]) -> Iterator[Record]:
-    """The records that have a kind, and a step if their kind needs one, and the types of `_SHAPES`."""
-    for record in records:
-        kind = record.get("kind")
-        step = int if kind in ("step", "run_start") else int | None
-        if isinstance(kind, str) and isinstance(record.get("step"), step) and _fits(record, _SHAPES.get(kind, {})):
-            yield record
-
-
-def _fits(value: object, shape: Any) -> bool:
-    """Whether a value is of a type, a list of such, or a dict whose fields, if they are known, are such."""
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(value.get(k) is None or _fits(value[k], s) for k, s in shape.items())
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(each, of) for each in value for of in shape)
-    return isinstance(value, shape)
+        for record in iter_records(path):
+            if isinstance(record.get("kind"), str) and (record["kind"] != "step" or record.get("step") is not None):
+                is_step = record["kind"] == "step"
+                yield {"kind": "step"} | {name: record.get(name) for name in STEP_FIELDS} if is_step else record
 
 
 def _time(record: Record) -> float:
@@ -278,7 +233,7 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record], deaths: Se
 def _config(text: str) -> Mapping[str, Any]:
     """The resolved config, with current names of its keys; empty if it cannot be parsed."""
     try:
-        found, _ = read_yaml(text, "config.resolved.yaml")
+        config, _ = read_yaml(text, "config.resolved.yaml")
     except ConfigError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

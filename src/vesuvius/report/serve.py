@@ -68,11 +68,7 @@ def open_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                 self.send_header("Content-Type", "text/html; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Requests are not logged."""

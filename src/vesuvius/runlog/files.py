@@ -188,10 +188,7 @@ def _is_torn(path: Path) -> bool:
 
 
 class AsyncWriter:
-    """Runs calls in order on a thread of its own, so that a hung disk or server blocks nobody else.
-
-    `on_error` is called if a call raises; the exception is available as `sys.exception()`.
-    """
+    """Runs calls in order on a thread, so that a hung disk or server blocks nobody; errors go to `on_error`."""
 
     def __init__(self, name: str, on_error: Callable[[], None]) -> None:
         self._name, self._on_error = name, on_error
@@ -237,10 +234,7 @@ class AsyncWriter:
 
 
 def take_lock(descriptor: int, path: Path) -> bool:
-    """Lock an open file (flock) without waiting, until it is closed or its holder dies; returns whether it was free.
-
-    Raises StorageError: the file system does not support locks.
-    """
+    """Lock an open file (flock) without waiting; returns whether it was free.  Raises StorageError: no locks here."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -59,18 +59,12 @@ def status_line(record: Record, bottleneck: str) -> str:
 
 
 def open_log(path: Path) -> None:
-    """Also send this package's messages to a file, until `close_logs`.  A full disk is reported once, on the terminal.
-
-    Raises OSError: the file cannot be opened.
-    """
+    """Also send this package's messages to a file, until `close_logs`.  Raises OSError: it cannot be opened."""
     _add(_LogFile(path))
 
 
 def log_to_terminal() -> None:
-    """Send this package's messages to the terminal: warnings and errors to stderr, the rest to stdout.
-
-    Thus warnings do not mix with redirected output such as `--print-config > x.yaml`.
-    """
+    """Send this package's messages to the terminal: warnings and errors to stderr, which may not be redirected."""
     package = logging.getLogger("vesuvius")
     package.setLevel(logging.INFO)
     package.propagate = False
@@ -125,8 +119,7 @@ class _LogFile(logging.Handler):
         self._file = AppendFile(path)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Write without logging's lock: a thread waiting for a hung disk would block the guard and the watchdog.
-        `AppendFile` is thread-safe."""
+        """Write without logging's lock: a thread waiting for a hung disk would block the guard and the watchdog."""
         try:
             self._file.write_line(self.format(record))
         except Exception:  # a line that cannot be formatted must not end the run
@@ -139,10 +132,7 @@ class _LogFile(logging.Handler):
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream without a reader to the null device, including Python's flush on exit.
-
-    See the note on SIGPIPE in the documentation of Python's `signal`.
-    """
+    """Redirect a stream without a reader to the null device, including Python's flush on exit (see `signal`)."""
     with suppress(OSError):  # no descriptor: output is captured
         descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -166,11 +156,7 @@ def is_lost_terminal(stream: TextIO) -> bool:
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes warnings and errors to the current stderr, the rest to stdout.
-
-    On a terminal, a message with a `status` (`extra=`) is replaced with its status line: the last line of the screen,
-    rewritten in place, with the log above it.
-    """
+    """On a terminal, shows the `status` (`extra=`) of a message in its place: the last line, rewritten in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,10 +19,7 @@ _LAST_LINE_S = 1.0  # longest wait for a line that is being written
 
 
 class Progress:
-    """Logs the progress of `what` ("reading the shards of v.zarr") every few seconds; short operations log nothing.
-
-    A context manager, or call `close`.
-    """
+    """Logs the progress of `what` ("reading the shards of v.zarr") every few seconds; short operations log nothing."""
 
     def __init__(self, what: str, total: int | None = None) -> None:
         self._what, self._total = what, total
@@ -45,10 +42,7 @@ class Progress:
         self._bytes += num_bytes
 
     def update(self, unit: str, done: int, total: int, more: str = "") -> None:
-        """Set the unit ("chunks"), the numbers done and in total, and further text.
-
-        Another unit restarts the estimate of the time left.
-        """
+        """Set unit ("chunks"), numbers and further text; another unit restarts the estimate of the time left."""
         if unit != self._unit:
             self._counted_from, self._first = time.monotonic(), done
         self._unit, self._count, self._total, self._more = unit, done, total, more

@@ -74,14 +74,8 @@ COUNTED = {
 class Exporter:
     """Serves the latest figures.  A context manager, thread-safe.
 
-    If the port is not available, the run continues with a warning.
-
-    Args:
-        address: a port, for this machine only, or HOST:PORT, readable by all who can reach it; port 0 = any free one.
-        name: name of the run, the label `run`.
-
-    Attributes:
-        port: port it listens on, or None.
+    `address`: a port, for this machine only, or HOST:PORT, readable by all who can reach it; port 0 = any free one.  If
+    it is not available, the run continues with a warning and `port` is None.
     """
 
     def __init__(self, address: int | str, name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
@@ -35,10 +35,7 @@ class JsonLines:
         self._listeners = listeners
 
     def write(self, kind: str, **figures: Any) -> Record:
-        """Append a record with its kind and the time (seconds since 1970), and return it.
-
-        Listeners get it first, as the disk may hang.
-        """
+        """Append a record with its kind and time, and return it; listeners get it first, as the disk may hang."""
         record: Record = replace_nonfinite({"kind": kind, "time": time.time(), **figures})
         try:
             self.share(record)
@@ -57,24 +54,20 @@ class JsonLines:
 def iter_records(path: Path) -> Iterator[Record]:
     """Iterate over the records of a file in order; torn lines are skipped."""
     with path.open("rb") as lines:
-        yield from records_in(lines)
+        yield from (record for line in lines if (record := parse_record(line)) is not None)
 
 
 def read_records(path: Path) -> list[Record]:
     return list(iter_records(path))
 
 
-def records_in(lines: Iterable[bytes]) -> Iterator[Record]:
-    return (record for line in lines if (record := parse_record(line)) is not None)
-
-
 def parse_record(text: str | bytes) -> Record | None:
     """Parse a JSON object; None for anything else, such as a torn line."""
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def is_repeated(record: Record, start: Record) -> bool:
@@ -111,11 +104,11 @@ def read_dataclasses(kind: type[T], path: Path) -> list[T]:
         records = read_records(path)
     except OSError:
         return []
-    found = []
+    values = []
     for record in records:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            found.append(from_dict(kind, record))
-    return found
+            values.append(from_dict(kind, record))
+    return values
 
 
 def _typed(hint: Any, value: Any) -> Any:
@@ -136,10 +129,7 @@ def _typed(hint: Any, value: Any) -> Any:
 
 
 class Tail:
-    """Follows a file of lines: first returns the last ones, then those appended since.
-
-    The file may not exist yet, and may be replaced.  Of its end, `first_bytes` are read first: some hundred records.
-    """
+    """Follows a file of lines, which may not exist yet and may be replaced; first, its last `first_bytes` are read."""
 
     def __init__(self, path: Path, first_bytes: int = 2**18) -> None:
         self._path = path

@@ -121,10 +121,7 @@ class RunDir:
         return shlex.join(["vesuvius", "tune", "--config", str(self.path / "config.resolved.yaml")])
 
     def exists(self) -> bool:
-        """Whether a run has begun here: it has made a step or saved.
-
-        Files of other commands and of failed starts do not count.
-        """
+        """Whether a run has made a step or saved here; files of other commands and of failed starts do not count."""
         try:
             if self.others():
                 return True
@@ -163,15 +160,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
-        """Create the directory (`new`) or continue in it, and lock it while the context lasts.
-
-        Args:
-            wait_s: how long to wait for another process to release it.
-
-        Raises:
-            ConfigError: it exists although `new` is set, or another process uses it.
-            StorageError: it cannot be created or written, or its file system does not support locks.
-        """
+        """Create the directory (`new`) or continue in it, and lock it.  Raises ConfigError, StorageError."""
         if new:
             refuse_existing(self)
         with self.writing():
@@ -215,10 +204,7 @@ class RunDir:
             return ""
 
     def refuse_other_path(self, mark: str, within_s: float = 90.0) -> None:
-        """Raise ConfigError if this is not the same directory as on rank 0, whose lock text is `mark`.
-
-        Waits for a network file system to show it.
-        """
+        """Raise ConfigError if the directory's lock text is not that of rank 0, `mark`; network disks may be late."""
         deadline = time.monotonic() + within_s
         while self.lock_owner() != mark:
             if time.monotonic() >= deadline:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.runlog.files import AsyncWriter, write_atomically
@@ -37,15 +37,6 @@ _CLOSE_S = 30.0
 _FLUSH_S = 10
 
 
-class Board(Protocol):
-    """A backend.  Its methods may block on a disk or server and raise the package's exceptions."""
-
-    def write(self, record: Record, figures: Mapping[str, float]) -> object:
-        """Write a record; `figures` are its known values, by tag."""
-
-    def close(self, exit_code: int) -> object: ...
-
-
 def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -55,16 +46,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracker:
-    """Passes records to a board on a thread of its own, where `begin` creates it.
+    """Passes records to a backend on a thread of its own; waits up to 30 s for it at the end."""
 
-    A context manager, which waits up to 30 s at the end.
-    """
-
-    def __init__(self, name: str, begin: Callable[[], Board]) -> None:
+    def __init__(self, name: str, begin: Callable[[], TensorBoard | Wandb | Mlflow]) -> None:
         self._name = name
         self._exit_code = 1  # a killed run records no end
         self._failed = False
-        self._board: Board | None = None
+        self._board: TensorBoard | Wandb | Mlflow | None = None
         self._calls = AsyncWriter(name, self._warn_failed)
 
         def open_board() -> None:
@@ -100,12 +88,7 @@ class Tracker:
 
 
 class TensorBoard:
-    """The event file of one session, in `tb/` of the run.
-
-    Args:
-        directory: folder of event files, created with the first record.
-        run: run directory, to which paths of pictures are relative.
-    """
+    """The event file of one session, in `directory`; paths of pictures are relative to `run`."""
 
     def __init__(self, directory: Path, run: Path) -> None:
         self._directory, self._run = directory, run
@@ -114,7 +97,6 @@ class TensorBoard:
         self._purge_step: int | None = None  # events of earlier sessions from this step on are hidden
 
     def write(self, record: Record, figures: Mapping[str, float]) -> None:
-        """Write the events of a record at its time and step.  Raises OSError."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -135,11 +117,9 @@ class TensorBoard:
 
             try:
                 with Image.open(where(self._run / record["picture"])) as image:
-                    pixels = np.asarray(image.convert("RGB"))
+                    writer.add_image("preview/picture", np.asarray(image.convert("RGB")), dataformats="HWC", **at)
             except OSError as error:
                 log.warning("cannot read the picture of a preview: %s; it is missing from TensorBoard", error)
-            else:
-                writer.add_image("preview/picture", pixels, dataformats="HWC", **at)
 
     def close(self, exit_code: int = 0) -> None:
         if self._writer is not None:
@@ -194,9 +174,9 @@ class Mlflow:
         self._mlflow.end_run("FAILED" if exit_code else "FINISHED")
 
 
-TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Board]] = {"wandb": Wandb, "mlflow": Mlflow}
-"""By the names of `monitor.trackers`.  Arguments: the run's name, its directory, for the board's run id and offline
-files, and its settings by key."""
+TRACKERS: dict[str, Callable[[str, Path, Mapping[str, Any]], Wandb | Mlflow]] = {"wandb": Wandb, "mlflow": Mlflow}
+"""By the names of `monitor.trackers`.  Arguments: the run's name, its directory, for the id and offline files of its
+run there, and its settings by key."""
 
 
 def _read_id(file: Path) -> str:
@@ -205,7 +185,7 @@ def _read_id(file: Path) -> str:
 
 
 def known_figures(record: Record) -> dict[str, float]:
-    """Return the known figures of a record by tag.  Tags are stable, as runs are compared by them."""
+    """The known figures of a record by tag.  Tags are stable, as runs are compared by them."""
     return {tag: value for tag, value in _figures(record) if value is not None}
 
 
@@ -242,8 +222,8 @@ def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
                 yield f"system/gpu_{gpu['index']}_busy", gpu["busy"][1] if gpu.get("busy") else None
 
 
-def _gib(found: Any) -> float | None:
-    return _quotient((found[-1] if found else None) if isinstance(found, list) else found, GIB)
+def _gib(size: Any) -> float | None:  # or [min, mean, max]
+    return _quotient((size[-1] if size else None) if isinstance(size, list) else size, GIB)
 
 
 def _quotient(value: float | None, divisor: float | None) -> float | None:

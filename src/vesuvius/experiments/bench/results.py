@@ -74,10 +74,7 @@ class Result:
 
 
 def parse_axis(text: str) -> Axis:
-    """Parse `training.workers=0,1,2`; commas in brackets, braces and quotes are part of a value.
-
-    Raises ConfigError: there is no key, no value, or a value occurs twice.
-    """
+    """Parse `training.workers=0,1,2`, with YAML values.  Raises ConfigError: no key, no value, or a value twice."""
     key, equals, rest = (part.strip() for part in text.partition("="))
     listed = f"[{rest}]"
     try:

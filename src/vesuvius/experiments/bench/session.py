@@ -96,10 +96,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
 def measure_rounds(
     done: list[Measurement], trials: int, rounds: int, measure: Callable[[int, int], Measurement]
 ) -> None:
-    """Append measure(trial, round) of every trial in each round to `done`, every other round in reverse order.
-
-    A trial that failed is left out of the later rounds.
-    """
+    """Append the trials of each round to `done`, every other round in reverse order, without those that failed."""
     for round in range(rounds):
         for trial in list(range(trials))[:: -1 if round % 2 else 1]:
             if not any(m.trial == trial and m.ended != "ok" for m in done):
@@ -115,16 +112,7 @@ def measure_trial(
     lock_fd: int | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Measure `seconds` of the steady state of a trial, in a process whose run directory is in `directory`.
-
-    Args:
-        limit_s: timeout.
-        lock_fd: descriptor that the trainer keeps open.
-
-    Raises:
-        StoppedError: `stopping` returned true; the process and its children are gone.
-        StorageError, OSError: the disk cannot be written.
-    """
+    """Measure `seconds` of the steady state of a trial by a process.  Raises StoppedError, and OSError of the disk."""
     began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)
     try:
         data = run_unless_stopped(partial(_prepared, config.seed, config.data), stopping)

@@ -53,10 +53,7 @@ class Option:
 
 
 def build_options(recommendation: Recommendation, search: Search, steps: int) -> list[Option]:
-    """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
-
-    `steps` are the optimizer steps of a full run.
-    """
+    """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond."""
     rates, memory, source, best, space = search.rates, search.memory, search.base, recommendation.best, search.space
 
     def rate(setting: Setting) -> float:
@@ -135,10 +132,7 @@ def trial_line(number_of: int, result: Result) -> str:
 
 
 def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
-    """The lines of `--dry-run`: limits, budget, and the planned memory of the settings to try.
-
-    Raises ConfigError: the config does not fit into memory.
-    """
+    """The lines of `--dry-run`.  Raises ConfigError: the config does not fit into memory."""
     memory, source = PredictedMemory(space, planner, ()), space.source
     if obstacle := memory.obstacle(source):
         raise ConfigError(does_not_fit(obstacle))

@@ -67,13 +67,7 @@ _OTHERS_OVER_S = 1.0
 
 
 class TrialRunner:
-    """Measures settings in one trainer, which is restarted only if training settings other than the readers change.
-
-    Args:
-        directory: folder for the trainers: run directory `NNN`, its config `NNN.yaml` and its output `NNN.log`.
-        lock_fd: descriptor that a trainer keeps open.
-        stopping: once it returns true, `measure` kills the trainer and raises StoppedError.
-    """
+    """Measures settings in one trainer, restarted only if training settings other than the readers change."""
 
     def __init__(
         self,
@@ -89,10 +83,7 @@ class TrialRunner:
         self._commands = 0
 
     def measure(self, setting: Setting, kind: TrialKind, seconds: float, limit_s: float) -> Result:
-        """Apply a setting and measure it for about `seconds`, longer if these hold too few steps.
-
-        After `limit_s` the trainer is killed.  Raises StoppedError, and OSError if the disk cannot be written.
-        """
+        """Measure a setting for about `seconds`; after `limit_s` its trainer is killed.  Raises StoppedError."""
         began, force, trainer = time.monotonic(), setting, self._trainer
         starts = trainer is None or trainer.wait(0) or setting.of_trainer != self._in_force.of_trainer
         if kind == "step":  # steps alone need no readers: keep or do not start them
@@ -292,10 +283,7 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 
 
 def planner_of(config: Config, data: PreparedData) -> Planner:
-    """A cached predictor of the memory of each setting of one rank; a prediction takes up to seconds.
-
-    Volumes are not kept in memory, as they give way to readers.
-    """
+    """A cached predictor of memory, without resident volumes, which give way to readers; takes up to seconds."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"resident": 0})})
 
     @cache

@@ -217,10 +217,7 @@ class TuneWorker:
         return batch
 
     def _between(self) -> None:
-        """Let the memory guard act as between two steps, and sample the memory.
-
-        Raises StreamInterrupted: a stop was requested.
-        """
+        """Let the memory guard act as between two steps, and sample memory.  Raises StreamInterrupted to stop."""
         if self._loop.run.stop.is_requested():
             raise StreamInterrupted
         self._loop.run.watchdog.expects("step", "the tuner to measure it")
