@@ -67,11 +67,9 @@ def test_a_deleted_run_is_reported_and_the_page_stops_refreshing(tmp_path: Path)
     assert _REFRESHES not in page
 
 
-def test_a_query_gets_the_page_and_a_head_request_its_headers(tmp_path: Path) -> None:
+def test_a_query_gets_the_page_and_other_paths_nothing(tmp_path: Path) -> None:
     with served(write_run(tmp_path / "tiny", [run_start(), step(1)])) as url:
-        page = get(f"{url}?from=mail")
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
-            assert (answer.headers["Content-Length"], answer.read()) == (str(len(page.encode())), b"")
+        assert "step 1 of" in get(f"{url}?from=mail")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(f"{url}favicon.ico")
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vesuvius.runlog import files
 from vesuvius.runlog.files import AppendFile, AsyncWriter, write_atomically
-from vesuvius.runlog.records import read_records
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -174,44 +170,6 @@ def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> Non
     # Unordered: one handler interrupts another.
     handlers = [line for line in lines if line.startswith("handler")]
     assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
-
-
-def test_lines_written_while_closing_are_kept_once_up_to_a_point(
-    tmp_path: Path,
-) -> None:
-    """The file has the first lines of each thread, in order: no accepted line is missing."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for attempt in range(5):
-            path = tmp_path / f"lines{attempt}.jsonl"
-            file, begun, failed = AppendFile(path), threading.Barrier(5), []
-
-            def write(
-                name: int, file: Any = file, begun: threading.Barrier = begun, failed: list[Any] = failed
-            ) -> None:
-                begun.wait()
-                try:
-                    for number in range(50):
-                        file.write_line(json.dumps({"name": name, "number": number}))
-                except Exception as error:
-                    failed.append(error)
-
-            threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
-            for thread in threads:
-                thread.start()
-            begun.wait()
-            file.close()
-            for thread in threads:
-                thread.join()
-            file.close()
-            assert failed == []
-            lines = read_records(path)
-            for name in range(4):
-                numbers = [line["number"] for line in lines if line["name"] == name]
-                assert numbers == list(range(len(numbers)))
-    finally:
-        sys.setswitchinterval(before)
 
 
 def test_queued_calls_run_in_order_and_dropped_ones_are_counted(

@@ -48,7 +48,7 @@ def test_an_unshared_run_directory_is_refused_and_a_late_one_is_not(tmp_path: Pa
 
 def test_a_new_run_refuses_the_directory_of_a_run_but_not_of_other_commands(tmp_path: Path) -> None:
     """A run that has made a step or saved, or a directory with other files."""
-    files = ("checkpoints/.step_1.partial", "samples/a.png", "metrics.jsonl", "notes.txt")
+    files = ("checkpoints/.step_1.partial", "samples/a.png", "metrics.jsonl", "notes.txt", "logs/diary.txt")
     for number, file in enumerate(files):
         directory = RunDir(tmp_path / str(number))
         path = directory.path / file
@@ -136,14 +136,3 @@ def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path: Path, monkey
     assert environment._commit.__wrapped__() == commit
     ours.write_text("# changed")
     assert environment._commit.__wrapped__() == f"{commit}+"
-
-
-def test_folders_of_somebody_else_with_names_of_ours_are_not_taken_for_a_failed_start(tmp_path: Path) -> None:
-    (tmp_path / "mine/logs").mkdir(parents=True)
-    (tmp_path / "mine/logs/diary.txt").write_text("dear diary")
-    with (
-        pytest.raises(ConfigError, match="choose another name, or move it away"),
-        RunDir(tmp_path / "mine").locked(new=True),
-    ):
-        pass
-    assert (tmp_path / "mine/logs/diary.txt").exists()

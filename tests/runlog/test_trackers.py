@@ -118,21 +118,6 @@ def test_tags_are_stable_with_step_and_time_of_the_record(tmp_path: Path, caplog
     assert (text.step, text.tensor_proto.string_val) == (9, [b'    {"loss": null, "samples": [0, 8]}'])
 
 
-def test_an_event_file_opened_late_hides_the_same_steps(tmp_path: Path) -> None:
-    write(tmp_path, START, *(step_record(step) for step in range(1, 6)))
-    folder, aside = tmp_path / "tb", tmp_path / "aside"
-    folder.rename(aside)
-    folder.write_text("in the way")
-    board = TensorBoard(folder, tmp_path)
-    with pytest.raises(OSError, match="exists"):
-        board.write(START | {"step": 3}, {})
-    folder.unlink()
-    aside.rename(folder)
-    board.write(step_record(4), known_figures(step_record(4)))
-    board.close()
-    assert [event.step for event in read(folder).Scalars("train/loss")] == [1, 2, 3, 4]
-
-
 def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     for first, last in ((0, 7), (4, 9), (8, 10)):
         board = TensorBoard(tmp_path / "tb", tmp_path)

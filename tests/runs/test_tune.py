@@ -20,7 +20,7 @@ from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
 from vesuvius.commands import tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_NO_RESULT, EXIT_OK
+from vesuvius.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_NO_RESULT, EXIT_OK
 from vesuvius.experiments.trainer import trainer_config
 from vesuvius.experiments.tune import session
 from vesuvius.experiments.tune.measurement import Result, Setting
@@ -131,22 +131,6 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
         session.process.wait()
     assert capsys.readouterr().err.count("Another tune (or the trainer of a killed one) is active") == 1
     assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
-
-
-def test_a_config_with_missing_data_is_refused_at_once(tiny_config: WriteConfig) -> None:
-    config = tiny_config()
-    assert vesuvius_tune(config, "data.volumes=[{path: nowhere.zarr}]") == EXIT_DATA
-    assert not TUNE.exists()
-
-
-def test_an_unwritable_tuned_config_is_refused_before_the_first_block(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config()
-    Path("tiny.tuned.yaml").write_text("name: mine\n")
-    assert vesuvius_tune(config) == EXIT_CONFIG
-    assert "rename it" in capsys.readouterr().err
-    assert not TUNE.exists()
 
 
 def test_without_measurements_nothing_is_recommended(

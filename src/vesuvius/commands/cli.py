@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        return _answer([_help()]) or (EXIT_OK if arguments else EXIT_CONFIG)
+        names = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
+        text = f"usage: vesuvius <command> [options]\n\ncommands:\n{names}\n\n`vesuvius <command> --help` explains one"
+        return _answer([text]) or (EXIT_OK if arguments else EXIT_CONFIG)
     if arguments[0] == "--version":
         return _answer([f"vesuvius {__version__}"])
     command, *rest = arguments
@@ -79,13 +81,6 @@ def _main(arguments: list[str]) -> int:
     module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
     exit_code: int = getattr(module, command if shared else "main")(rest)
     return exit_code
-
-
-def _help() -> str:
-    lines = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
-    return (
-        f"usage: vesuvius <command> [options]\n\ncommands:\n{lines}\n\n`vesuvius <command> --help` explains a command"
-    )
 
 
 # ---- a command

@@ -45,16 +45,11 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
 
 
 def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:
-    reports = named_apart(reports)
+    names = [report.name for report in reports]
+    reports = [replace(r, name=f"{r.name} ({r.directory})") if names.count(r.name) > 1 else r for r in reports]
     return page.render_html(
         reports, page.made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s
     )
-
-
-def named_apart(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The reports; those of equal names get their directory appended."""
-    names = [report.name for report in reports]
-    return [replace(r, name=f"{r.name} ({r.directory})") if names.count(r.name) > 1 else r for r in reports]
 
 
 def comparison(reports: Sequence[RunReport]) -> RunReport:

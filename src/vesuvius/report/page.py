@@ -24,7 +24,7 @@ from vesuvius.report.curves import COLOURS, POINTS, Chart, draw, thinned
 from vesuvius.report.records import file_inside
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redact, redacted
-from vesuvius.runlog.units import format_number
+from vesuvius.runlog.units import format_duration, format_number
 
 NOT_KNOWN = "not known"
 PASS, FAIL = "✓ ", "✗ "
@@ -39,7 +39,6 @@ _FIGURE = re.compile(r"(~?-?[\d.,]+[\w+-]*( [%\w/]+)?|-|not known|)")
 _UNKNOWN = ("", "-", NOT_KNOWN)
 _LONG_TEXT = 32  # characters from which a column is wide enough for sentences
 _TERMINAL_WIDTH = 100
-_UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "h"), (600, 60, "min"), (0, 1, "s"))
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,6 @@ def _without_unknown(table: Table) -> Table:
     kept = [column for column, cells in enumerate(zip(*table.rows, strict=True)) if {*cells} - {*_UNKNOWN}]
     columns, *rows = (tuple(row[column] for column in kept) for row in (table.columns, *table.rows))
     return replace(table, columns=columns, rows=tuple(rows))
-
-
-def in_one_unit(seconds: Sequence[float | None]) -> tuple[str, list[str]]:
-    """The unit that suits the longest of some times, and each time in it."""
-    longest = max((each for each in seconds if each is not None), default=0.0)
-    scale, unit = next((scale, unit) for least, scale, unit in _UNITS if longest >= least)
-    digits = 0 if longest / scale >= 100 else 1 if longest / scale >= 10 else 2
-    return unit, ["-" if each is None else f"{each / scale:.{digits}f}" for each in seconds]
 
 
 @dataclass(frozen=True)
@@ -175,17 +166,16 @@ class RunReport:
         shown = list(self.parts)
         if shown:
             shown.append(TimePart("total", math.fsum(p.total_s for p in shown), math.fsum(p.share for p in shown)))
-        unit, totals = in_one_unit([part.total_s for part in shown])
         rows = tuple(
             (
                 part.name,
-                total,
+                format_duration(part.total_s),
                 f"{100 * part.share:.1f} %",
                 *("" if math.isnan(seconds) else format_number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
             )
-            for part, total in zip(shown, totals, strict=True)
+            for part in shown
         )
-        columns = ("part", f"total, {unit}", "share", "p50 per step, ms", "p95 per step, ms")
+        columns = ("part", "total", "share", "p50 per step, ms", "p95 per step, ms")
         return filled(Table("Time by part", columns, rows, self.parts_note), *self.tables)
 
     @property

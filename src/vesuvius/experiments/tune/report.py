@@ -21,7 +21,7 @@ from vesuvius.experiments.tune.measurement import Planner, PredictedMemory, Resu
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.report.curves import COLOURS
-from vesuvius.report.page import Bar, Bars, RunReport, Table, filled, in_one_unit
+from vesuvius.report.page import Bar, Bars, RunReport, Table, filled
 from vesuvius.runlog.units import format_count, format_duration, format_gib, format_number, format_percent, format_size
 
 MARK = "Written by vesuvius tune"
@@ -226,16 +226,14 @@ def _bars(options: Sequence[Option], search: Search) -> Bars | None:
 
 
 def _option_table(options: Sequence[Option]) -> Table:
-    step_unit, step = in_one_unit([option.step_s for option in options])
-    total_unit, total = in_one_unit([option.total_s for option in options])
     rows = []
-    for option, *times in zip(options, step, total, strict=True):
-        mark = "" if option.measured or not option.samples_s else "~"
-        speed = [mark + text for text in (format_number(option.samples_s), *times)]
+    for option in options:
+        mark = "" if option.measured else "~"
+        times = [format_duration(seconds) for seconds in (option.step_s, option.total_s) if seconds]
+        speed = [mark + text for text in (format_number(option.samples_s), *times)] if times else ["-", "-", "-"]
         memory = (format_gib(option.ram_bytes), format_gib(option.vram_bytes), option.risk)
         rows.append((option.name, *speed, *memory, " ".join(option.overrides) or "none", option.words))
-    speeds = ("samples/s", f"step, {step_unit}", f"full run, {total_unit}")
-    columns = ("option", *speeds, "RAM, GiB", "VRAM, GiB", "memory risk", "changes", "why")
+    columns = ("option", "samples/s", "step", "full run", "RAM, GiB", "VRAM, GiB", "memory risk", "changes", "why")
     return Table("Options", columns, tuple(rows), _NOTE)
 
 
