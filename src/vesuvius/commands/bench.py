@@ -8,8 +8,6 @@ from vesuvius.commands.cli import Parser, add_config, as_command, positive, posi
 from vesuvius.commands.tune import duration
 from vesuvius.config.load import take_variables
 
-_ROUNDS = 6
-
 
 @as_command
 def main(argv: list[str]) -> int:
@@ -53,32 +51,13 @@ def _parser() -> Parser:
         ),
     )
     add_config(parser)
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,...",
-        help="values of one key; several sweeps form a grid",
-    )
-    parser.add_argument(
-        "--compare",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,...",
-        help="values of one key; all other keys stay at the baseline",
-    )
+    for name, meaning in (("sweep", "several form a grid"), ("compare", "other keys stay at the baseline")):
+        words = f"values of one key; {meaning}"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=A,B,...", help=words)
     parser.add_argument("--ranks", metavar="1,2,4,8", help="rank counts to compare")
-    parser.add_argument(
-        "--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds over all settings (default: {_ROUNDS})"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_number,
-        default=10.0,
-        metavar="S",
-        help="steady-state seconds per measurement (default: 10)",
-    )
-    parser.add_argument(
-        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement (default: 20m)"
-    )
+    parser.add_argument("--rounds", type=positive, default=6, metavar="N", help="over all settings (default: 6)")
+    seconds = "of the steady state in each measurement (default: 10)"
+    parser.add_argument("--seconds", type=positive_number, default=10.0, metavar="S", help=seconds)
+    limit = "longest time of one measurement (default: 20m)"
+    parser.add_argument("--limit", type=duration, default=1200.0, metavar="TIME", help=limit)
     return parser

@@ -51,16 +51,16 @@ def main(argv: list[str]) -> int:
         marked.write_bytes(_MARK + source.read_bytes())
         if code := train.main(["--config", str(marked), *args.overrides]):
             return code
-    found = f"\nconfig      {source}\nlog         {run.log}\nmetrics     {run.metrics}\n"
-    found += f"checkpoint  {max(run.checkpoints.glob('step_*'), default='none')}"
+    text = f"\nconfig      {source}\nlog         {run.log}\nmetrics     {run.metrics}\n"
+    text += f"checkpoint  {max(run.checkpoints.glob('step_*'), default='none')}"
     if config.has_condition and config.data.validation.fraction:
         volume_out, picture = run.samples / "generated.zarr", run.samples / "generated.png"
         from vesuvius.generate.volume.picture import generate_held_out  # imports torch
 
         with Progress("generating a volume") as progress:
             generate_held_out(run.path, (64, 128, 128), volume_out, picture, progress.update)
-        found += f"\nvolume      {volume_out}\npicture     {picture}"
-    say(found)
+        text += f"\nvolume      {volume_out}\npicture     {picture}"
+    say(text)
     return EXIT_OK
 
 

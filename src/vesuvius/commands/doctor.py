@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     from vesuvius.doctor.examination import WITHIN_S, checks_of, examine
 
     count = dict.fromkeys(("ok", "warn", "fail"), 0)
-    for name, found in examine(checks_of(config), WITHIN_S):
-        count[found.level] += 1
-        say(line(found.level, name, found.value, found.remedy))
+    for name, finding in examine(checks_of(config), WITHIN_S):
+        count[finding.level] += 1
+        say(line(finding.level, name, finding.value, finding.remedy))
     count["fail"] += failed
     say(f"{count['ok']} ok, {count['warn']} warn, {count['fail']} fail")
     return EXIT_NO_RESULT if count["fail"] else EXIT_OK

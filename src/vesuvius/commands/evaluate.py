@@ -22,27 +22,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
     parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")
-    parser.add_argument(
-        "--generated",
-        type=full_path,
-        metavar="PATH",
-        help="evaluate these instead of new samples: output of `vesuvius sample`, or any .npy or zarr with patches "
-        "[N, Z, Y, X] or a volume [Z, Y, X] in intensities of the training volume",
+    generated = (
+        "evaluate this instead of new samples: .npy or zarr, patches [N, Z, Y, X] or a volume, in its intensities"
     )
-    parser.add_argument(
-        "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
-    )
+    parser.add_argument("--generated", type=full_path, metavar="PATH", help=generated)
+    out = "folder to write (default: a new one in the run's reports/)"
+    parser.add_argument("--out", type=full_path, metavar="DIR", help=out)
     more = parser.add_argument_group("more options")
-    more.add_argument(
-        "--training-volume",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="index of the training volume whose intensities the samples have (default: 0)",
-    )
-    more.add_argument(
-        "--classifier-steps", type=positive, default=200, help="training steps of each classifier (default: 200)"
-    )
+    index = "training volume whose intensities the samples have (default: 0, the first)"
+    more.add_argument("--training-volume", type=natural, default=0, metavar="N", help=index)
+    steps = "training steps of each classifier (default: 200)"
+    more.add_argument("--classifier-steps", type=positive, default=200, help=steps)
     add_sampling(parser, more)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch

@@ -26,17 +26,12 @@ def main(argv: list[str]) -> int:
             "vesuvius init https://host/scroll.zarr --level 2 --name scroll-l2",
         ),
     )
-    parser.add_argument(
-        "volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
-    )
-    parser.add_argument(
-        "--level",
-        type=natural,
-        help="level of an OME-Zarr pyramid, 0 = finest (default: the finest whose patches span 0.3 mm on this machine)",
-    )
-    parser.add_argument(
-        "--select", type=naturals, default=(), metavar="I,...", help="index for each axis other than z, y, x"
-    )
+    address = "zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
+    parser.add_argument("volume", metavar="VOLUME", help=address)
+    level = "level of a pyramid, 0 = finest (default: the finest whose patches span 0.3 mm on this machine)"
+    parser.add_argument("--level", type=natural, help=level)
+    select = "index for each axis other than z, y, x"
+    parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
     parser.add_argument("--name", help="name of the run (default: derived from the volume's name)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: configs/NAME.yaml)")
     args = parser.parse_args(argv)
@@ -49,18 +44,15 @@ def main(argv: list[str]) -> int:
     text, words = first_config(name, spec, level_given=args.level is not None)
     _write(out, text)
     run = shlex.quote(name)
-    say(
-        "\n".join(
-            [
-                *words,
-                f"written    {out}",
-                "",
-                f"train      vesuvius train --config {shlex.quote(str(out))}",
-                f"watch      tail -f runs/{run}/logs/train_full.log    vesuvius memcheck {run} --watch 2",
-                f"sample     vesuvius sample --checkpoint {run}",
-            ]
-        )
-    )
+    lines = [
+        *words,
+        f"written    {out}",
+        "",
+        f"train      vesuvius train --config {shlex.quote(str(out))}",
+        f"watch      tail -f runs/{run}/logs/train_full.log    vesuvius memcheck {run} --watch 2",
+        f"sample     vesuvius sample --checkpoint {run}",
+    ]
+    say("\n".join(lines))
     return EXIT_OK
 
 

@@ -22,12 +22,10 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser)
-    parser.add_argument(
-        "--steps", type=at_least(5), default=20, metavar="N", help="steps measured after the warm-up (default: 20)"
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="also write a trace for chrome://tracing, and list the slowest operators"
-    )
+    steps = "steps measured after the warm-up (default: 20)"
+    parser.add_argument("--steps", type=at_least(5), default=20, metavar="N", help=steps)
+    trace = "also write a trace for chrome://tracing, and list the slowest operators"
+    parser.add_argument("--trace", action="store_true", help=trace)
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # quiets torch.profiler

@@ -72,58 +72,25 @@ def _parser() -> Parser:
     )
     more = parser.add_argument_group("more options")
     more.add_argument("--overwrite", action="store_true", help="replace existing samples")
-    more.add_argument(
-        "--volume",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="index of the training volume whose intensities and condition are used (default: 0)",
-    )
+    index = "training volume whose intensities and condition are used (default: 0, the first)"
+    more.add_argument("--volume", type=natural, default=0, metavar="N", help=index)
     add_sampling(parser, more)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
-    volumes.add_argument(
-        "--shape",
-        type=triple(1, "256,512,512"),
-        metavar="Z,Y,X",
-        help="size in voxels (default: from --condition or --box)",
-    )
+    size, part = triple(1, "256,512,512"), "part of --condition, --inpaint and --mask to use (default: all)"
+    volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
     volumes.add_argument("--condition", type=array, metavar="VOLUME", help="zarr volume of labels, PATH or PATH@LEVEL")
-    volumes.add_argument(
-        "--box",
-        type=_box,
-        metavar="Z0:Z1,Y0:Y1,X0:X1",
-        help="part of --condition, --inpaint and --mask to use (default: all)",
-    )
-    volumes.add_argument(
-        "--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept"
-    )
-    volumes.add_argument(
-        "--mask",
-        type=array,
-        metavar="VOLUME",
-        help="zarr volume whose nonzero voxels mark what to fill (default: missing chunks)",
-    )
-    volumes.add_argument(
-        "--rounds",
-        type=positive,
-        help="network evaluations per step of --inpaint; more improve the borders (default: 4)",
-    )
-    volumes.add_argument(
-        "--overlap",
-        type=float,
-        metavar="SHARE",
-        help="overlap of neighbouring tiles, 0 to 0.75; at least 4 voxels unless 0 (default: 0.25)",
-    )
-    volumes.add_argument(
-        "--workers",
-        type=positive,
-        help="processes, each with a GPU or core; 1 = this process (default: all of this machine)",
-    )
-    volumes.add_argument(
-        "--cluster",
-        metavar="ADDRESS",
-        help="address of a Ray cluster whose nodes share the folder of --out; needs --workers",
-    )
+    volumes.add_argument("--box", type=_box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
+    volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
+    mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
+    volumes.add_argument("--mask", type=array, metavar="VOLUME", help=mask)
+    rounds = "network evaluations per step of --inpaint; more improve the borders (default: 4)"
+    volumes.add_argument("--rounds", type=positive, help=rounds)
+    overlap = "overlap of neighboring tiles, 0 to 0.75; at least 4 voxels unless 0 (default: 0.25)"
+    volumes.add_argument("--overlap", type=float, metavar="SHARE", help=overlap)
+    workers = "processes, each with a GPU or core; 1 = this one (default: all of this machine)"
+    volumes.add_argument("--workers", type=positive, help=workers)
+    cluster = "Ray cluster whose nodes share the folder of --out; needs --workers"
+    volumes.add_argument("--cluster", metavar="ADDRESS", help=cluster)
     volumes.add_argument("--dry-run", action="store_true", help="print the disk space and time needed; write nothing")
     return parser
 
@@ -131,25 +98,12 @@ def _parser() -> Parser:
 def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup) -> None:
     """Add the options of `sampling_of`: seed, batch, weights, guide, and those that set config keys."""
     parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
-    more.add_argument(
-        "--batch-size",
-        type=positive,
-        default=4,
-        help="patches or tiles computed at once; samples are reproducible bit for bit at equal batch size (default: 4)",
-    )
-    more.add_argument(
-        "--weights",
-        default="ema",
-        metavar="NAME",
-        help="ema (averaged weights; default), model (the last step's), or ema_0.999 and the like for "
-        "training.extra_ema_decays",
-    )
-    more.add_argument(
-        "--guide",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="earlier checkpoint of the run; --correction amplifies the change since then",
-    )
+    batch = "patches or tiles computed at once; equal sizes give equal bits (default: 4)"
+    more.add_argument("--batch-size", type=positive, default=4, help=batch)
+    weights = "ema (averaged; default), model (the last step's), ema_0.999 and the like (training.extra_ema_decays)"
+    more.add_argument("--weights", default="ema", metavar="NAME", help=weights)
+    guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
+    more.add_argument("--guide", type=Path, metavar="CHECKPOINT", help=guide)
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
         keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=f"{key}: {meaning}")

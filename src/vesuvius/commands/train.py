@@ -28,14 +28,12 @@ def main(argv: list[str]) -> int:
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue this run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
-    parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     more = parser.add_argument_group("more options")
-    more.add_argument(
-        "--allow-drift", action="store_true", help="with --resume: continue although the data or the model changed"
-    )
-    more.add_argument(
-        "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, in GiB"
-    )
+    drift = "with --resume: continue although the data or the model changed"
+    more.add_argument("--allow-drift", action="store_true", help=drift)
+    vram = "with --dry-run: GPU memory to plan for, in GiB"
+    more.add_argument("--vram-gib", type=positive_number, metavar="N", help=vram)
+    more.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     # The trainer that `vesuvius tune` starts; it takes commands on standard input.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)

@@ -29,24 +29,11 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser)
-    parser.add_argument(
-        "--budget",
-        type=duration,
-        default=1800.0,
-        metavar="TIME",
-        help="total measuring time: 90s, 30m (default), 1h30m",
-    )
-    parser.add_argument(
-        "--keep",
-        type=knobs,
-        action="extend",
-        default=[],
-        metavar="KNOB,...",
-        help=f"do not change these settings; any of {', '.join(KEEPABLE)}",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the limits and the settings to try; write nothing"
-    )
+    budget = "total measuring time: 90s, 30m (default), 1h30m"
+    parser.add_argument("--budget", type=duration, default=1800.0, metavar="TIME", help=budget)
+    keep = f"do not change these settings; any of {', '.join(KEEPABLE)}"
+    parser.add_argument("--keep", type=knobs, action="extend", default=[], metavar="KNOB,...", help=keep)
+    parser.add_argument("--dry-run", action="store_true", help="print limits and settings to try; write nothing")
     args = parser.parse_intermixed_args(argv)
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch

@@ -60,9 +60,9 @@ def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Fin
     """
     until = time.monotonic() + within_s
     begun = [(check, on_thread(_run, check, name=f"doctor: {check.name}")) for check in checks]
-    for check, found in begun:
+    for check, pending in begun:
         try:
-            yield check.name, found.result(max(until - time.monotonic(), 0.0))
+            yield check.name, pending.result(max(until - time.monotonic(), 0.0))
         except TimeoutError:
             late, load, cores = f"no result within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
             finding = Finding(check.late, late, check.if_late)

@@ -146,12 +146,12 @@ class Trainer:
 
 def _living_in_session(session: int) -> list[int]:
     """The live processes of a session, including other process groups such as Ray's daemons."""
-    found = []
+    pids = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):
             if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def next_number(directory: Path) -> int:

@@ -235,14 +235,14 @@ def _previews(reports: Sequence[RunReport]) -> list[Picture]:
     """Six previews spread over a run, or the last previews of several runs; reads files."""
     most = max(_MOST_PICTURES // len(reports), 1)
     width = _WIDTH if len(reports) <= _MOST_PICTURES else _WIDTH_OF_MANY
-    found = []
+    pictures = []
     for report in reports:
         count = len(report.previews)
         shown = np.linspace(count - 1, 0, min(most, count)).round().astype(int)
         for step, name in (report.previews[index] for index in reversed(shown)):
             file = file_inside(Path(report.directory), name)
-            found.append(Picture(f"{report.name}, step {step}", _small(file, width) if file else None))
-    return found
+            pictures.append(Picture(f"{report.name}, step {step}", _small(file, width) if file else None))
+    return pictures
 
 
 def _small(path: Path, width: int) -> bytes | None:

@@ -68,7 +68,7 @@ def folder_of(path: Path) -> Iterator[Path]:
 
 def shown(text: object) -> str:
     """Text with the paths of `folder_of` as they are now."""
-    return re.sub(r"/proc/self/fd/\d+", lambda found: os.readlink(found[0]), str(text))
+    return re.sub(r"/proc/self/fd/\d+", lambda match: os.readlink(match[0]), str(text))
 
 
 def problem(directory: Path) -> str:
@@ -94,9 +94,9 @@ def _now(directory: Path, lock: int, opened: os.stat_result) -> Path:
     if is_at(directory / LOCK, opened):
         return directory
     with suppress(OSError):
-        found = Path(os.readlink(f"/proc/self/fd/{lock}")).parent  # only on Linux
-        if found != directory and is_at(found / LOCK, opened):
-            return found
+        now = Path(os.readlink(f"/proc/self/fd/{lock}")).parent  # only on Linux
+        if now != directory and is_at(now / LOCK, opened):
+            return now
     raise RunMovedError(
         f"The run directory {directory} was deleted or replaced while the run was using it; nothing more can be saved "
         "there: restore it, or start a new run"

@@ -156,10 +156,10 @@ def _value(text: str, named: re.Match[str]) -> tuple[int, int]:
         }
         value = re.compile(next(form for form, applies in forms.items() if applies)).match(text, at)
         begin, end = at, value.end() if value else at
-    found, is_line = text[begin:end], is_enclosed or (begins_line and text[end : end + 1] in ("", "\n"))
-    is_data = quote or (sign == "=" and name.lower() != "key") or (name.lower().endswith("key") and _RANDOM(found))
+    secret, is_line = text[begin:end], is_enclosed or (begins_line and text[end : end + 1] in ("", "\n"))
+    is_data = quote or (sign == "=" and name.lower() != "key") or (name.lower().endswith("key") and _RANDOM(secret))
     is_data = is_data or (is_line and re.fullmatch("credentials?|.*auth|pwd", name, re.I))
-    if _NOTHING.fullmatch(found) or (kind == "in data" and (not is_data or found[0] in "/~")):  # a path
+    if _NOTHING.fullmatch(secret) or (kind == "in data" and (not is_data or secret[0] in "/~")):  # a path
         return at, at
     return begin, end
 
@@ -167,8 +167,8 @@ def _value(text: str, named: re.Match[str]) -> tuple[int, int]:
 def _closed(text: str, begin: int) -> int:
     """Where the bracket at `begin` is closed, or the end of the text."""
     depth = 0
-    for found in _BRACKET.finditer(text, begin):
-        depth += bool(found[1]) - bool(found[2])
+    for bracket in _BRACKET.finditer(text, begin):
+        depth += bool(bracket[1]) - bool(bracket[2])
         if not depth:
-            return found.end()
+            return bracket.end()
     return len(text)

@@ -64,12 +64,10 @@ class Result:
     cause: str  # why it failed; '' = it did not.  Earlier rounds are kept.
     rates: Mapping[int, float]  # samples/s of each round
     samples_s: float | None  # their median
-    # over the baseline, from the rounds that have both; None of the baseline
-    speed: Comparison | None
+    speed: Comparison | None  # over the baseline, from the rounds that have both; None of the baseline
     start_s: float | None  # seconds before the steady state, beyond the steps' usual time
-    # ranks, efficiency: of a bench of ranks; the efficiency is the speed per rank over that of the baseline
-    ranks: int | None
-    efficiency: float | None
+    ranks: int | None  # of a bench of ranks
+    efficiency: float | None  # speed per rank over that of the baseline
     figures: Mapping[str, float]  # medians over the rounds, by name
 
 
@@ -113,18 +111,20 @@ def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
 def results_of(trials: Sequence[Trial], measurements: Sequence[Measurement]) -> list[Result]:
     by_trial = [[m for m in measurements if m.trial == number] for number in range(len(trials))]
     base = [m for m in by_trial[0] if m.ended == "ok"]
-    return [_result(trial, found, base, trials) for trial, found in zip(trials, by_trial, strict=True)]
+    return [_result(trial, rounds, base, trials) for trial, rounds in zip(trials, by_trial, strict=True)]
 
 
-def _result(trial: Trial, found: Sequence[Measurement], base: Sequence[Measurement], trials: Sequence[Trial]) -> Result:
-    fine = [m for m in found if m.ended == "ok"]
+def _result(
+    trial: Trial, rounds: Sequence[Measurement], base: Sequence[Measurement], trials: Sequence[Trial]
+) -> Result:
+    fine = [m for m in rounds if m.ended == "ok"]
     others = {m.round: m.samples_s for m in base}
     pairs = [(m.samples_s, others[m.round]) for m in fine if m.round in others]
     speed = compare_one_of(pairs, len(trials) - 1) if pairs and trial != trials[0] else None
     figures = {
         name: value
-        for name in dict.fromkeys(name for m in found for name in m.figures)
-        if (value := _median([m.figures.get(name) for m in fine or found])) is not None
+        for name in dict.fromkeys(name for m in rounds for name in m.figures)
+        if (value := _median([m.figures.get(name) for m in fine or rounds])) is not None
     }
     ranks, base_ranks = _ranks(trial), _ranks(trials[0])
     efficiency = 1.0 if trial == trials[0] and ranks and fine else None
@@ -133,7 +133,7 @@ def _result(trial: Trial, found: Sequence[Measurement], base: Sequence[Measureme
     return Result(
         trial.label,
         trial.overrides,
-        next((f"{m.ended}: {m.cause}" for m in found if m.ended != "ok"), ""),
+        next((f"{m.ended}: {m.cause}" for m in rounds if m.ended != "ok"), ""),
         {m.round: m.samples_s for m in fine},
         _median([m.samples_s for m in fine]),
         speed,
@@ -174,8 +174,11 @@ def headline(results: Sequence[Result]) -> str:
     elif not gains:
         words = f"No other trial was measured; {reference}: {format_number(base.samples_s)} samples/s"
     elif gains[0][1].is_above(0.0):
-        (best, speed), others = gains[0], [each for each in results if each.rates and each != gains[0][0]]
-        rivals = ", ".join(each.label for each in others if not _is_faster(best, each, len(results)))
+        (best, speed), rivals = gains[0], ""
+        for each in (each for each in results if each.rates and each != best):
+            pairs = [(rate, each.rates[number]) for number, rate in best.rates.items() if number in each.rates]
+            if not pairs or not compare_one_of(pairs, len(results) - 1).is_above(0.0):
+                rivals += f"{', ' if rivals else ''}{each.label}"
         words = f"{best.label} is {'measurably faster' if rivals else 'fastest'}: {speed_words(speed, reference)}"
         words += f"; not measurably faster than {rivals}" if rivals else ""
     else:
@@ -183,12 +186,6 @@ def headline(results: Sequence[Result]) -> str:
         words += f"; largest gain: {best.label}, {speed_words(speed, reference)}" if speed.gain > 0 else ""
     failed = [each.label for each in results if each.cause]
     return words + (f".  Failed: {', '.join(failed)}." if failed else ".")
-
-
-def _is_faster(trial: Result, other: Result, trials: int) -> bool:
-    """Whether a trial is measurably faster than another one of a bench of `trials` trials."""
-    pairs = [(rate, other.rates[number]) for number, rate in trial.rates.items() if number in other.rates]
-    return bool(pairs) and compare_one_of(pairs, trials - 1).is_above(0.0)
 
 
 def speed_words(speed: Comparison, reference: str) -> str:

@@ -74,16 +74,16 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
             of_bench = partial(measure_trial, folder / "trials", lock_fd=lock_fd, stopping=stop.is_requested)
 
             def measure(trial: int, round: int) -> Measurement:
-                found = of_bench(configs[trial], request.seconds, request.limit_s)
+                measurement = of_bench(configs[trial], request.seconds, request.limit_s)
                 if done:  # what is measured so far outlives this process
                     _write(request, config, folder, done)
                 where = f"round {round + 1} of {request.rounds}: {request.trials[trial].label}"
-                if found.ended == "ok":
-                    rate, took = format_number(found.samples_s), format_duration(found.seconds)
+                if measurement.ended == "ok":
+                    rate, took = format_number(measurement.samples_s), format_duration(measurement.seconds)
                     log.info("%s: %s samples/s, %s", where, rate, took)
                 else:
-                    log.warning("%s: %s: %s", where, found.ended, found.cause)
-                return replace(found, trial=trial, round=round)
+                    log.warning("%s: %s: %s", where, measurement.ended, measurement.cause)
+                return replace(measurement, trial=trial, round=round)
 
             try:
                 measure_rounds(done, len(configs), request.rounds, measure)
@@ -137,10 +137,10 @@ def measure_trial(
 
     ended, cause = trainer.watch(take, limit_s, stopping)
     trainer.close()
-    found = Measurement(run=run.name, ended=ended, cause=cause, seconds=time.monotonic() - began)
+    measurement = Measurement(run=run.name, ended=ended, cause=cause, seconds=time.monotonic() - began)
     if ended != "ok":
-        return found
-    return replace(found, samples_s=state.samples_s, start_s=state.start_s(launched_s), figures=state.figures())
+        return measurement
+    return replace(measurement, samples_s=state.samples_s, start_s=state.start_s(launched_s), figures=state.figures())
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
