@@ -6,7 +6,6 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
@@ -18,7 +17,6 @@ from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from vesuvius.training.forecast import plan
 from vesuvius.training.forecast.preflight import preflight
-from vesuvius.volume_tools.phantom import write_phantom
 
 
 @pytest.fixture(autouse=True)
@@ -80,23 +78,6 @@ def test_what_was_written_for_a_bare_array_trains_and_samples(tmp_path: Path) ->
     assert vesuvius_train(Path("configs/scroll.yaml"), "training.max_steps=2") == EXIT_OK
     assert len(steps_of("scroll")) == 2
     assert sample.main(["--checkpoint", "scroll", "--count", "1", "--steps", "2"]) == EXIT_OK, "as it was printed"
-
-
-@pytest.mark.usefixtures("no_plans")
-def test_a_level_of_a_pyramid(tmp_path: Path) -> None:
-    write_phantom(tmp_path / "scroll.zarr", (64, 128, 128), 0, chunk=32)
-    config = written("scroll.zarr", "--level", "1")
-    assert config.data.volumes[0].level == 1
-    assert "32x64x64 uint8, chunks 32x32x32; 2 other levels" in Path("configs/first.yaml").read_text()
-    assert passes_checks(config)
-
-
-@pytest.mark.usefixtures("no_plans")
-def test_floats_in_a_few_thin_slices(tmp_path: Path) -> None:
-    slices = np.random.default_rng(0).normal(size=(3, 96, 96)).astype("float32")
-    write_array(tmp_path / "thin.zarr", slices, zarr_format=3)
-    assert written("thin.zarr").data.patch_size == (3, 32, 32)
-    assert trains()
 
 
 @pytest.mark.usefixtures("no_plans")

@@ -22,7 +22,6 @@ from tests.experiments.tune.simulated import (
     Machine,
     SimulatedRunner,
     best_rate,
-    drifting,
     tune,
     tuned,
 )
@@ -75,16 +74,6 @@ def test_a_tune_stays_within_memory_and_budget_repeats_itself_and_shows_what_it_
         assert found.certainty == "sure"
         assert found.gain is not None
         assert found.gain.pairs >= MIN_PAIRS_TO_WRITE
-
-
-def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
-    search, found = tuned("data-bound on cores")
-    assert 5 <= found.best.workers <= 8
-    notes = dict(search.notes)
-    assert notes["readers"].startswith("no gain from workers 8 -> ")
-    assert notes["steps"].startswith("readers deliver ")
-    assert {trial.stage for trial in search.asked} <= {"baseline", "readers", "delivery", "confirm"}
-    assert {setting.requests for setting in settings_of(search)} == {SOURCE.requests}, "on a disk"
 
 
 def test_an_unpredicted_death_rules_out_all_settings_as_large() -> None:
@@ -150,22 +139,6 @@ def test_a_small_budget_writes_only_what_was_measured_in_pairs(name: str, budget
         assert found.certainty in ("sure", "likely")
 
 
-def test_a_gain_of_one_block_is_recommended_as_likely_and_not_written() -> None:
-    """A slow store, and a budget that ends behind the first trial with more requests."""
-    machine = BY_NAME["data-bound on latency"]
-    search = tune(machine, 0, machine.space(budget_s=105.0))
-    found = conclude(search)
-    assert [result.kind for result in search.results] == ["readers", "step", "readers", "run", "run"]
-    assert (found.certainty, found.gain, found.complete) == ("likely", None, False)
-    assert found.best.requests > machine.source.requests
-    assert found.written == machine.source
-    for budget_s in (300.0, 400.0, 600.0):  # enough to compare what was found with the baseline is kept
-        found = conclude(tune(machine, 0, machine.space(budget_s=budget_s)))
-        assert found.gain is not None
-        assert found.gain.pairs >= MIN_PAIRS_TO_WRITE
-        assert found.written == found.best
-
-
 @pytest.mark.parametrize("machine", BUSY, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("budget_s", [480.0, 1200.0])
 def test_a_busy_machine_with_a_slow_store_gets_a_faster_config(machine: Machine, budget_s: float) -> None:
@@ -177,22 +150,6 @@ def test_a_busy_machine_with_a_slow_store_gets_a_faster_config(machine: Machine,
         assert found.certainty != "none"
     if machine.remote:
         assert fmean(machine.rate(found.written) for found in tunes) > 5 * machine.rate(machine.source)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_an_unchanged_config_says_if_more_time_may_settle_it(seed: int) -> None:
-    """With a drift of 10 % three pairs hold gains of 20 % and more."""
-    machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
-    found = conclude(tune(machine))
-    assert (found.certainty, found.best) == ("unchanged", machine.source)
-    assert found.reason == "no change that was tried is worth it"
-    knobs: tuple[Knob, ...] = ("workers", "prefetch_factor", "train_batch_size", "channels_last", "compile")
-    found = conclude(tune(machine, 0, replace(machine.space(), kept=knobs)))
-    assert (found.certainty, found.reason) == ("unchanged", "there was nothing to try")
-    for _, words in tune(drifting(machine, 0.10), seed).notes:
-        if " rejected: " in words and " pairs)" in words:
-            high = float(words.partition(" % (95 %: ")[2].partition(" to ")[2].partition(" %")[0])
-            assert (high >= 10) == words.endswith("a larger --budget may decide it")
 
 
 COMPUTES = Machine("computes", sample_s=0.4)
