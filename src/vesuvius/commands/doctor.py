@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
             say(line("fail", "config", one_line(error, 400), "correct the config; only the machine was checked"))
     # The checks report what the package would log, such as an outage or a slow disk.
     logging.getLogger("vesuvius").setLevel(logging.CRITICAL)
-    from vesuvius.doctor.examination import WITHIN_S, checks_of, examine
+    from vesuvius.doctor import WITHIN_S, checks_of, examine
 
     count = dict.fromkeys(("ok", "warn", "fail"), 0)
     for name, finding in examine(checks_of(config), WITHIN_S):

@@ -1,14 +1,18 @@
-"""`vesuvius doctor`: failing and hung checks, fake GPUs and torch, full examinations, and the command."""
+"""`vesuvius doctor`: failing and hung checks, fake GPUs and torch, machines with faults, and the command."""
 
 from __future__ import annotations
 
+import errno
+import importlib.metadata
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,15 +20,17 @@ import pytest
 import torch
 
 from tests.conftest import run_vesuvius
+from tests.monitor.probes.test_cores import V2, tree
 from tests.monitor.probes.test_gpus import FakeNvml
+from tests.support.system_trees import write_process, write_v2
 from tests.support.tiny import tiny_sections
+from vesuvius import doctor
 from vesuvius.commands import doctor as command
 from vesuvius.config.load import parse_stored
-from vesuvius.doctor import examination, host
-from vesuvius.doctor.examination import Check, examine
-from vesuvius.doctor.host import Finding
+from vesuvius.doctor import Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_NO_RESULT, EXIT_OK, ConfigError
 from vesuvius.monitor.probes.cores import TaskLimit
+from vesuvius.runlog.units import GIB
 
 WriteConfig = Callable[..., Path]
 FINE = Finding("ok", "fine")
@@ -79,39 +85,39 @@ def config_of(volume: str, **training: Any) -> Any:
 
 
 def test_an_unsuitable_gpu_or_cudnn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examination.check_torch().level == "ok"
+    assert doctor.check_torch().level == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert examination.check_gpus(None).level == "ok", "a GPU is optional"
+    assert doctor.check_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    found = examination.check_gpus(None)
+    found = doctor.check_gpus(None)
     assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, which this")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
     for version, level in ((91002, "fail"), (91500, "ok"), (90701, "ok")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = examination.check_gpus(config_of("x", amp="bf16", channels_last=False))
+        found = doctor.check_gpus(config_of("x", amp="bf16", channels_last=False))
         remedy = "" if level == "ok" else "set training.channels_last=auto or install cuDNN 9.15 or newer"
         assert (found.level, found.remedy) == (level, remedy)
     assert found.value == "NVIDIA A100, cuDNN 90701, amp bf16"
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert examination.check_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
+    assert doctor.check_gpus(config_of("x", amp="bf16")).level == "ok", "channels last by itself"
 
 
 def test_a_ray_that_does_not_start_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hangs = f"import subprocess, sys; p = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(p.pid))"
-    monkeypatch.setattr(examination, "_RAY", f"{hangs}; p.wait()")
-    found = examination.start_ray(None, 2.0)
+    monkeypatch.setattr(doctor, "_RAY", f"{hangs}; p.wait()")
+    found = doctor.start_ray(None, 2.0)
     assert (found.level, "did not start within 2 s" in found.value) == ("fail", True)
     give_up = time.monotonic() + 60
     child = int(pid.read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:  # it is being killed
         assert time.monotonic() < give_up
         time.sleep(0.01)
-    monkeypatch.setattr(examination, "_RAY", "raise SystemExit('no room')")
-    assert examination.start_ray("h:1", 60.0).value == "the cluster at h:1 did not start: no room"
+    monkeypatch.setattr(doctor, "_RAY", "raise SystemExit('no room')")
+    assert doctor.start_ray("h:1", 60.0).value == "the cluster at h:1 did not start: no room"
 
 
 # Patches of the machine, and the line expected for each.
@@ -120,7 +126,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         {"training.forecast.preflight.task_limits": lambda: [TaskLimit("pids.max of cgroup /", 150, 10)]},
         ("fail", "limits", "pids.max of cgroup / allows 150"),
     ),
-    "unreachable store": ({"doctor.examination._GIVE_UP_MINUTES": 0.2 / 60}, ("fail", "volumes", "http://127.0.0.1")),
+    "unreachable store": ({"doctor._GIVE_UP_MINUTES": 0.2 / 60}, ("fail", "volumes", "http://127.0.0.1")),
 }
 
 
@@ -131,8 +137,8 @@ def test_each_fault_is_a_line_of_the_output_and_decides_the_exit_code(
     """Guards against a check that exists but is never run."""
     path = tiny_config(training={"workers": 1, "amp": "bf16"})
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr(examination, "start_ray", lambda *_: Finding("ok", "not tried here"))
-    monkeypatch.setattr(examination, "WITHIN_S", 250.0)
+    monkeypatch.setattr(doctor, "start_ray", lambda *_: Finding("ok", "not tried here"))
+    monkeypatch.setattr(doctor, "WITHIN_S", 250.0)
     patches, (level, name, words) = FAULTS[fault] if fault else ({}, ("ok", "volumes", "a patch of each was read"))
     for place, value in patches.items():
         monkeypatch.setattr(f"vesuvius.{place}", value)
@@ -156,9 +162,9 @@ def test_the_object_stores_of_all_ranks_count_in_shm(
 ) -> None:
     config = config_of(str(volume), ranks=ranks, workers=workers, train_batch_size=3, accumulate_steps=1)
     looked_at: list[int] = []
-    monkeypatch.setattr(host, "check_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
-    monkeypatch.setattr(examination, "store_bytes", lambda job, options: options.workers * 2**30)
-    {check.name: check for check in examination.checks_of(config)}["/dev/shm"].run()
+    monkeypatch.setattr(doctor, "check_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
+    monkeypatch.setattr(doctor, "store_bytes", lambda job, options: options.workers * 2**30)
+    {check.name: check for check in doctor.checks_of(config)}["/dev/shm"].run()
     least = 2**28  # what Ray Train itself needs
     assert looked_at == ([] if stores is None else [max(stores * 2**30, least)])
 
@@ -174,7 +180,7 @@ def test_the_exit_code_is_1_only_for_a_failure_or_a_wrong_config(
     code: int,
 ) -> None:
     findings = [(f"check {level}", Finding(level, "value", "" if level == "ok" else "remedy")) for level in levels]
-    monkeypatch.setattr(examination, "examine", lambda *_: iter(findings))
+    monkeypatch.setattr(doctor, "examine", lambda *_: iter(findings))
     assert command.main([]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(levels[0])
@@ -194,3 +200,87 @@ def test_the_command_takes_less_than_30_s_and_leaves_nothing_behind(tmp_path: Pa
     (ray,) = [line for line in done.stdout.splitlines() if line[6:].startswith("Ray ")]
     assert (done.returncode == EXIT_OK and ray.startswith("ok")) or "try again" in ray, done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+NEEDS = [
+    "torch>=2.10",
+    "ray[data]<2.61,>=2.50",
+    "zarr>=3.1.5",
+    "winonly; platform_system == 'Windows'",
+    "dev; extra == 'dev'",
+]
+GOOD = {"torch": "2.13.0+cpu", "ray": "2.60.0", "zarr": "3.2.0.dev1", "numpy": "2.4.0"}
+
+
+@pytest.mark.parametrize(
+    ("replaced", "level", "value", "remedy"),
+    [
+        ({}, "ok", "torch 2.13.0+cpu, ray 2.60.0, zarr 3.2.0.dev1, numpy 2.4.0", ""),
+        ({"torch": "2.9.1+cu126"}, "fail", "torch 2.9.1+cu126 instead of", "pip install 'torch>=2.10'"),
+        ({"ray": "2.61.0"}, "fail", "ray 2.61.0 instead of", "pip install 'ray<2.61,>=2.50'"),
+        ({"zarr": None}, "fail", "zarr missing instead of", "pip install 'zarr>=3.1.5'"),
+    ],
+)
+def test_a_wrong_or_missing_package_is_detected(
+    monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str | None], level: str, value: str, remedy: str
+) -> None:
+    assert doctor.check_versions().level == "ok", "our own requirements are met here"
+    monkeypatch.setattr(doctor, "installed_version", (GOOD | replaced).get)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: NEEDS)
+    found = doctor.check_versions()
+    assert (found.level, value in found.value, found.remedy) == (level, True, remedy), found
+
+
+def test_the_name_clash_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", {"vesuvius": "0.9"}.get)
+    found = doctor.check_versions()
+    assert (found.level, found.value[:31]) == ("fail", "the distribution 'vesuvius' 0.9")
+    assert "uninstall it" in found.remedy
+
+
+def test_a_quota_below_the_readers_of_all_ranks_is_detected(tmp_path: Path) -> None:
+    tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "190000 100000"})
+    assert doctor.check_cores(None).level == doctor.check_cores(0).level == "ok"
+    found = doctor.check_cores(2)
+    assert (found.level, found.value[:7]) == ("warn", "1.9 of ")
+    assert found.remedy == "set training.workers=0, or provide more cores (docker run --cpus=3)"
+    assert doctor.check_cores(1, 2).value.endswith("cores for 1 reader and the trainer of each of 2 ranks")
+    assert doctor.check_cores(1, 2).remedy.endswith("(docker run --cpus=4)")
+
+
+@pytest.mark.parametrize(("used", "level"), [(2, "ok"), (7, "warn")])
+def test_a_nearly_full_cgroup_is_detected(tmp_path: Path, used: int, level: str) -> None:
+    roots = write_v2(tmp_path, limit=8 * GIB, anon=used * GIB)
+    write_process(roots, os.getpid())
+    found = doctor.check_memory()
+    assert (found.level, found.value.startswith("8.00 GiB (memory.max of cgroup /)")) == (level, True)
+
+
+def test_a_small_shm_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    found = doctor.check_shm(3 * GIB)
+    assert (found.level, found.value) == ("fail", "64 MiB free in /dev/shm, 3.00 GiB needed")
+    assert "--shm-size=4g" in found.remedy
+    assert doctor.check_shm(doctor.LEAST_SHM_BYTES).level == "fail", "Docker's default is too small for any Ray"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * GIB))
+    assert doctor.check_shm(3 * GIB).value.endswith("3.00 GiB needed (docker run --shm-size=4g)")
+
+
+def test_the_disk_of_the_run_is_tested_and_left_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    assert doctor.check_disk(runs / "tiny").value.startswith(f"{tmp_path}: writable, ")
+    assert list(tmp_path.iterdir()) == []
+    for free, level in ((400, "ok"), (399, "warn"), (99, "fail")):
+        monkeypatch.setattr(doctor, "free_disk_bytes", lambda directory, free=free: free * GIB)
+        found = doctor.check_disk(runs, 100 * GIB, 3)
+        assert (found.level, "400.00 GiB for 4 checkpoints" in found.value) == (level, True)
+
+    def refused(directory: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(doctor, "_try_disk", refused)
+    found = doctor.check_disk(runs / "tiny")
+    assert (found.level, found.value) == ("fail", f"{tmp_path} is not writable: Permission denied")
+    assert "docker run --user" in found.remedy
+    runs.write_text("")
+    assert doctor.check_disk(runs / "tiny").level == "fail"
