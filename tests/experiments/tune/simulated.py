@@ -37,21 +37,14 @@ SOURCE = Setting(
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Disturbances of the speed of a machine.
+    """Disturbances of the speed of a machine, as shares."""
 
-    Attributes:
-        drift: standard deviation of its speed, as a share; it wanders with a time constant of `drift_s`.
-        noise: standard deviation of a step's time, as a share, correlated over `correlated_steps`.
-        stalls_s: mean seconds between stalls of 3 s; infinite = none.
-        neighbour_s: mean seconds between visits of another program, of 20 s each, that slow it down by 30 %.
-    """
-
-    drift: float = 0.0
-    drift_s: float = 300.0
-    noise: float = 0.02
+    drift: float = 0.0  # standard deviation of the speed, which wanders
+    drift_s: float = 300.0  # with this time constant
+    noise: float = 0.02  # standard deviation of a step's time
     correlated_steps: float = 50.0
-    stalls_s: float = math.inf
-    neighbour_s: float = math.inf
+    stalls_s: float = math.inf  # mean time between stalls of 3 s
+    neighbour_s: float = math.inf  # the same of visits of a program, of 20 s each, that slow it down by 30 %
 
 
 QUIET = Disturbance()
@@ -61,24 +54,7 @@ NEIGHBOUR = Disturbance(neighbour_s=200.0)
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with its run.
-
-    Attributes:
-        read_s: that a reader waits for a sample with `source.requests` in flight; fewer with more, down to a quarter.
-        decode_s: CPU seconds of a reader for a sample.
-        sample_s: that a sample takes the trainer, whatever the batch.
-        launch_s: that each micro-batch takes it besides.
-        trainer_cores_s: CPU seconds of the trainer for a sample.
-        crowding: loss of the readers' rate for each reader beyond the cores, as a share.
-        contention: share of the trainer's time that readers on the same cores lose in a full run.
-        burst: batches ahead that bursts of the readers use up: the rate lost is burst / (burst + batches ahead).
-        faster: by switch, how many times faster it makes the trainer.
-        ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
-        vram: GiB of what always is there, and a sample.
-        bias: the planner's bytes for each of these parts, for one true byte.
-        dies_at_workers: a kill that nobody could foresee.
-        disturbance: of its speed.
-    """
+    """A machine with its run; seconds are those of a sample."""
 
     name: str
     source: Setting = SOURCE
@@ -86,21 +62,22 @@ class Machine:
     remote: bool = False
     cores: float = 16.0
     most_workers: int = 16
-    read_s: float = 0.0
-    decode_s: float = 0.05
-    sample_s: float = 0.05
-    launch_s: float = 0.0
-    trainer_cores_s: float = 0.005
-    crowding: float = 0.0
-    contention: float = 0.0
-    burst: float = 0.0
-    faster: dict[str, float] = field(default_factory=dict)
+    read_s: float = 0.0  # a reader waits, with `source.requests`; less with more, down to a quarter
+    decode_s: float = 0.05  # CPU of a reader
+    sample_s: float = 0.05  # of the trainer, whatever the batch
+    launch_s: float = 0.0  # of each micro-batch besides
+    trainer_cores_s: float = 0.005  # CPU of the trainer
+    crowding: float = 0.0  # share of the readers' rate lost for each reader beyond the cores
+    contention: float = 0.0  # share of the trainer's time lost to readers on its cores
+    burst: float = 0.0  # batches; the rate lost is burst / (burst + batches ahead)
+    faster: dict[str, float] = field(default_factory=dict)  # by switch
+    # GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch
     ram: tuple[float, float, float, float] = (4.0, 0.6, 0.01, 0.02)
-    vram: tuple[float, float] = (6.0, 3.0)
+    vram: tuple[float, float] = (6.0, 3.0)  # always, and a sample
     ram_limit_gib: float = 120.0
     vram_limit_gib: float = 80.0
-    bias: tuple[float, float, float, float] = (1.0, 0.8, 0.75, 0.8)
-    dies_at_workers: int | None = None
+    bias: tuple[float, float, float, float] = (1.0, 0.8, 0.75, 0.8)  # planned bytes of each part for a true one
+    dies_at_workers: int | None = None  # a kill that nobody could foresee
     disturbance: Disturbance = QUIET
 
     def __hash__(self) -> int:
@@ -228,14 +205,10 @@ class BiasedPlanner:
 
 
 class SimulatedRunner:
-    """Measures settings of a machine, in simulated seconds.
-
-    Attributes:
-        now_s: since the start.
-    """
+    """Measures settings of a machine, in simulated seconds."""
 
     def __init__(self, machine: Machine, seed: int) -> None:
-        self.now_s = 0.0
+        self.now_s = 0.0  # since the start
         self._machine = machine
         self._rng = np.random.default_rng((seed, 7))
         self._living: Setting | None = None
@@ -387,7 +360,7 @@ SLOW = Machine(
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
 CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
-_SLOW_STORE = Machine(
+BUSY = Machine(
     "busy, 150 ms",
     on_gpu=False,
     remote=True,
@@ -402,18 +375,6 @@ _SLOW_STORE = Machine(
     source=replace(SOURCE, workers=1, requests=2, accumulate_steps=4),
     disturbance=CROWDED,
 )
-BUSY = [
-    _SLOW_STORE,
-    replace(_SLOW_STORE, name="busy, 500 ms", read_s=2.0, sample_s=0.02, launch_s=0.02, contention=0.0),
-    Machine(
-        "busy GPU",
-        sample_s=0.3,
-        faster={"channels_last": 0.95, "compile": 0.97},
-        source=replace(SOURCE, workers=8),
-        disturbance=CROWDED,
-    ),
-]
-"""Other programs on the machine: its speed varies threefold."""
 BY_NAME = {machine.name: machine for machine in MACHINES}
 
 

@@ -139,17 +139,16 @@ def test_a_small_budget_writes_only_what_was_measured_in_pairs(name: str, budget
         assert found.certainty in ("sure", "likely")
 
 
-@pytest.mark.parametrize("machine", BUSY, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("budget_s", [480.0, 1200.0])
-def test_a_busy_machine_with_a_slow_store_gets_a_faster_config(machine: Machine, budget_s: float) -> None:
-    """Rates that vary threefold by themselves, and switches that make steps slower."""
-    tunes = [conclude(tune(machine, seed, machine.space(budget_s))) for seed in range(6)]
+def test_a_busy_machine_with_a_slow_store_gets_a_faster_config(budget_s: float) -> None:
+    """Its rates vary threefold by themselves, and switches make steps slower."""
+    source = BUSY.rate(BUSY.source)
+    tunes = [conclude(tune(BUSY, seed, BUSY.space(budget_s))) for seed in range(6)]
     for found in tunes:
-        assert machine.rate(found.written) >= 0.97 * machine.rate(machine.source)
-        assert machine.rate(found.best) >= min(5 * machine.rate(machine.source), 0.97 * best_rate(machine))
+        assert BUSY.rate(found.written) >= 0.97 * source
+        assert BUSY.rate(found.best) >= min(5 * source, 0.97 * best_rate(BUSY))
         assert found.certainty != "none"
-    if machine.remote:
-        assert fmean(machine.rate(found.written) for found in tunes) > 5 * machine.rate(machine.source)
+    assert fmean(BUSY.rate(found.written) for found in tunes) > 5 * source
 
 
 COMPUTES = Machine("computes", sample_s=0.4)
@@ -165,6 +164,7 @@ TIGHT, WIDE = (-0.01, 0.0, 0.01), (-0.3, 0.0, 0.3)
         (0.10, TIGHT, "sure"),
         (0.10, WIDE, "likely"),
         (0.60, (-0.6, 0.0, 0.6), "likely"),
+        (2.0, (0.0,), "likely"),  # two pairs are never sure
     ],
 )
 def test_a_recommendation_is_as_certain_as_its_interval(gain: float, spread: tuple[float, ...], certainty: str) -> None:
@@ -175,14 +175,6 @@ def test_a_recommendation_is_as_certain_as_its_interval(gain: float, spread: tup
     assert found.certainty == certainty
     assert found.best == (SOURCE if certainty == "unchanged" else MORE)
     assert found.written == (MORE if certainty == "sure" else SOURCE)
-
-
-def test_two_pairs_are_never_sure_however_large_their_gain() -> None:
-    search = tune(COMPUTES)
-    search.best = MORE
-    search.with_base[:] = [(3.0, 1.0), (3.0, 1.0)]
-    found = conclude(search)
-    assert (found.certainty, found.best, found.written) == ("likely", MORE, SOURCE)
 
 
 @pytest.mark.sample(3)
