@@ -69,11 +69,7 @@ class ConfigError(VesuviusError, ValueError):
 
 
 class GpuMemoryError(VesuviusError):
-    """The GPU has less memory than the step needs.
-
-    Attributes:
-        remedy: what to change, including overrides; part of the message.
-    """
+    """The GPU has less memory than the step needs; `remedy`, part of the message, says what to change."""
 
     exit_code = EXIT_GPU_MEMORY
 
@@ -87,11 +83,7 @@ class NoRunError(VesuviusError):
 
 
 class NonFiniteError(VesuviusError):
-    """A loss, gradient or sample was infinite or NaN; in training `training.max_nonfinite` times in a row.
-
-    Attributes:
-        step: the last such training step, counted from 1; 0 outside training.
-    """
+    """A loss, gradient or sample was infinite or NaN; `step`: the last such one in training, from 1; 0 = none."""
 
     exit_code = EXIT_NONFINITE
 
@@ -147,11 +139,9 @@ def disk_remedy(error: BaseException) -> str:
 
 @contextmanager
 def storage_errors(target: str, remedy: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Raise an OSError of the body as a StorageError: `Cannot write TARGET: ERROR; REMEDY`.
+    """Raise an OSError of the body, except `but`, as a StorageError: `Cannot write TARGET: ERROR; REMEDY`.
 
-    Args:
-        remedy: for a full disk; other errors have their own in place of "free some space".
-        but: errors passed on unchanged.
+    The remedy is that of a full disk; other errors have their own in place of "free some space".
     """
     try:
         yield

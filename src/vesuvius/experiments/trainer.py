@@ -36,12 +36,8 @@ _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
 class Trainer:
     """A running trainer and its records.  It has its own session, so Ctrl-C at the terminal does not reach it.
 
-    Raises OSError: the directory cannot be written.
-
-    Args:
-        directory: gets the run directory NAME, its config NAME.yaml and its output NAME.log.
-        lock_fd: descriptor that the trainer keeps open.
-        takes_commands: whether the trainer reads commands from `tell`.
+    `directory` gets the run directory NAME, NAME.yaml and NAME.log.  The trainer keeps `lock_fd` open, and reads the
+    commands of `tell` if it `takes_commands`.  Raises OSError.
     """
 
     def __init__(self, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> None:
@@ -93,9 +89,8 @@ class Trainer:
             self.close()
             raise
         self.close()
-        ended, cause = (
-            self._end() if has_ended or self._guard_text else ("timeout", f"no result within {elapsed_s:.0f} s")
-        )
+        timeout: tuple[Ended, str] = ("timeout", f"no result within {elapsed_s:.0f} s")
+        ended, cause = self._end() if has_ended or self._guard_text else timeout
         return ended, one_line(cause, 400)
 
     def close(self) -> None:
@@ -159,12 +154,10 @@ def next_number(directory: Path) -> int:
 
 
 def trainer_config(config: Config, number: int) -> Config:
-    """Return the config of a trainer: endless, quiet, with frequent memory samples.  Pure.
+    """The config of a trainer: endless, quiet, with frequent memory samples.  Pure; raises ValidationError.
 
     Each trainer has its own seed and therefore reads other regions: otherwise a later one would find the data of an
-    earlier one in the page cache or in `data.store.cache_dir` and appear faster.  Any action of its memory guard ends
-    it, because a setting that the guard has to reduce is not recommended.  Its weights hardly change.  Raises
-    ValidationError if the config is invalid.
+    earlier one in the page cache or in `data.store.cache_dir` and appear faster.
     """
     training = {
         "steps_per_epoch": NEVER,

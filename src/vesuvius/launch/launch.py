@@ -35,9 +35,7 @@ def launch(request: Request) -> int:
 def resolve_ranks(request: Request, launched: int | None) -> Request:
     """Replace `training.ranks: auto` with a number; `launched` is the number of ranks that torchrun started, if any.
 
-    A resumed run keeps the number that it began with, and so its effective batch, however many ranks run now.
-
-    Raises ConfigError: the run uses a cluster, whose GPUs cannot be counted.
+    A resumed run keeps its number, and so its effective batch.  Raises ConfigError: GPUs of a cluster are not counted.
     """
     config = request.config
     if config.training.ranks != "auto":

@@ -52,10 +52,7 @@ _STOP, _ALIVE, _STARTED = "stop.json", "alive", "started"
 def train_with_ray(request: Request) -> int:
     """Start `training.ranks` ranks and wait for them.  Returns the exit code of rank 0.
 
-    Raises:
-        ConfigError: the nodes have no room for the ranks, or the cluster does not answer.
-        VesuviusError: ranks were lost more than `cluster.max_restarts` times, or did not start within
-            `cluster.rank_timeout_minutes`.
+    Raises ConfigError: no room for the ranks, or no answer; VesuviusError: ranks were lost too often or did not start.
     """
     config, ranks = request.config, int(request.config.training.ranks)
     check_ranks(config, config.cluster.min_ranks or ranks, ranks)
@@ -126,14 +123,10 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
 
 
 def run_rank(job: dict[str, Any]) -> tuple[int, str]:
-    """Train as a rank in a worker of Ray Train; rank 0 also follows the command's requests.
+    """Train as a rank in a worker of Ray Train; returns the exit code, and the error if it is not in the run's log.
 
-    Args:
-        job: `request`; `folder` of the shared files; working `directory`; `began`, the start time of the command.
-
-    Returns the exit code, and the error if it is not in the run's log.
-
-    Raises what a restart of all ranks by Ray Train may fix: RankLostError, and errors of a GPU or the network.
+    `job`: `request`, `folder` of the shared files, working `directory`, `began` (start of the command).  Raises what a
+    restart of all ranks by Ray Train may fix: RankLostError, and errors of a GPU or the network.
     """
     logger, ended, folder = logging.getLogger("vesuvius"), threading.Event(), job["folder"]
     logger.setLevel(logging.INFO)

@@ -72,11 +72,9 @@ def banded(
     high: ArrayLike | None = None,
     points: int = POINTS,
 ) -> Series | None:
-    """Reduce values to a series of at most `points` points; None if no value is finite.
+    """Reduce values in order of time to a series of at most `points` points; None if no value is finite.
 
-    Args:
-        mid: values in order of time; a point shows the mean of neighbours in `x`.
-        low, high: range of each value that is itself a mean.
+    A point of `mid` is the mean of neighbors in `x`; `low`, `high`: range of each value that is itself a mean.
     """
     given = (x, mid, mid if low is None else low, mid if high is None else high)
     figures = np.array([np.asarray(each, dtype=float) for each in given])

@@ -207,11 +207,7 @@ def render_html(
 ) -> str:
     """Render the page (below 2 MB for up to eight runs), without secrets.  Reads the preview pictures of the runs.
 
-    Args:
-        made: when and by which command.
-        pictures: in addition to the previews.
-        comparison: what differs between several runs; comes first.
-        refresh_s: seconds after which a browser reloads the page; 0 = never.
+    `pictures` come in addition; the `comparison` of several runs comes first.  A browser reloads it after `refresh_s`.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

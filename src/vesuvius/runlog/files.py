@@ -58,11 +58,9 @@ def flush_to_disk(path: Path) -> None:
 class AppendFile:
     """An append-only text file that survives a full disk, a log rotation and a disk that was away.
 
-    A line is handed to the system at once.  Lines that the disk does not take are kept in memory and retried with the
-    next line, so that the file holds every line in order once there is space.  If the path leads to another file or to
-    none, or the open file fails for another reason than space, the path is opened again.  The log reports when lines
-    begin to wait, when they are written, and how many were lost.  Threads and signal handlers may write.  A last line
-    that was torn by a crash is terminated.
+    Lines that the disk does not take are kept in memory and retried with the next line, in order.  If the path leads to
+    another file or to none, or the open file fails for another reason than space, the path is opened again.  The log
+    reports when lines begin to wait and how many were lost.  Threads and signal handlers may write.
 
     Raises OSError: the file cannot be opened; nothing else raises it.
     """
@@ -179,7 +177,7 @@ class AppendFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line is incomplete.  Reads one byte."""
+    """Whether a crash left the last line incomplete.  Reads one byte."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

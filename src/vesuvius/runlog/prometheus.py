@@ -38,10 +38,7 @@ LATEST = {
     "last_checkpoint_bytes": ("checkpoint.bytes", "size of the last checkpoint"),
     "hung": ("event.hung", "1 while the watchdog reports the run as hung, else 0"),
     "ram_used_bytes": ("system.used_bytes", "memory of the run, counting shared memory once; maximum of the window"),
-    "ram_shared_bytes": (
-        "system.shared_bytes",
-        "shared memory: Ray's object store and volumes kept in memory; maximum of the window",
-    ),
+    "ram_shared_bytes": ("system.shared_bytes", "Ray's object store and volumes kept in memory; maximum of the window"),
     "ram_trainer_bytes": ("system.trainer_bytes", "private memory of the trainer; maximum of the window"),
     "ram_limit_bytes": ("system.limit_bytes", "memory that the run may use"),
     "memory_risk": ("system.risk", "0 low, 1 warn, 2 critical"),
@@ -145,7 +142,7 @@ class Exporter:
 
 
 def label_of(source: str) -> str | None:
-    """Return the label of a latest figure in addition to `run`."""
+    """The label of a latest figure in addition to `run`."""
     return {"gpus": "gpu", "weights": "weights"}.get(source.split(".")[1])
 
 

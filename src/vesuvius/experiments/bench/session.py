@@ -41,7 +41,7 @@ class BenchRequest:
     source: Path  # the YAML file; with `environment` and `overrides` applied it is what trials change
     overrides: tuple[str, ...]
     trials: tuple[Trial, ...]
-    rounds: int  # how often each trial is measured
+    rounds: int
     seconds: float  # of the steady state, per measurement
     limit_s: float  # the longest that a measurement may take
     command: str  # as typed
