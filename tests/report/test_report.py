@@ -8,6 +8,7 @@ import re
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +37,7 @@ from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
-from vesuvius.report.curves import COLOURS, Chart, banded, draw
+from vesuvius.report.curves import Chart, banded, draw
 from vesuvius.report.model import build, comparison, page_of, write_report
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
@@ -103,26 +104,6 @@ def test_a_missing_part_lowers_the_total_share(tmp_path: Path) -> None:
     assert report.all_tables[0].rows[-1][2] == "88.2 %"
 
 
-def test_repeated_steps_are_in_neither_curves_nor_sums(tmp_path: Path) -> None:
-    first = [
-        run_start(),
-        *(step(n, loss=100.0 if n > 5 else 1.0) for n in range(1, 9)),
-        run_end(8, BEGAN + 9, 1, "crash"),
-    ]
-    again = [run_start(5, 2, BEGAN + 20), *(step(n, time=BEGAN + 15 + n, loss=2.0) for n in range(6, 11))]
-    systems = [system(n, used_gib=7.0 if n > 5 else 1.0) for n in range(1, 9)]
-    systems += [system(0, time=BEGAN + 20.5), *(system(n, time=BEGAN + 15 + n) for n in range(6, 11))]
-    report = reported(write_run(tmp_path / "tiny", first + again, systems))
-    charts = {chart.key: chart.series[0] for chart in report.charts}
-    assert charts["loss"].x.tolist() == list(range(1, 11))
-    assert charts["loss"].high.max() == 2.0
-    assert charts["ram"].high.max() == pytest.approx(7.7), "what the first session used"
-    assert charts["ram"].last == 1.0
-    assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, keeps the last step
-    (sessions,) = [table.rows for table in report.tables if table.title == "Sessions"]
-    assert [row[2:] for row in sessions] == [("0", "8", "exit code 1: crash"), ("5", NOT_KNOWN, NOT_KNOWN)]
-
-
 SESSION = st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(0, 3))
 MORE = st.lists(st.sampled_from(["validation", "preview", "event", "system"]), max_size=3)
 
@@ -185,14 +166,6 @@ def test_curves_lie_where_their_values_are() -> None:
     ticks = ticks_of(svg)
     assert x0 < 60 < 330 < x1
     assert y0 - y1 == pytest.approx(ticks[0.0] - ticks[4.0], abs=0.1)
-
-
-def test_a_curve_keeps_the_colour_of_its_name_and_no_two_share_one() -> None:
-    names = ("compute", "data wait", *(f"run {number}" for number in range(12)))
-    series = [banded(name, [0, 1], [0, 1]) for name in names]
-    colours = [colour for colour, *_ in draw(Chart("x", "X", "s", tuple(each for each in series if each))).legend]
-    assert colours[:2] == [COLOURS["compute"], COLOURS["data wait"]]
-    assert len({*colours}) == len(names)
 
 
 def test_a_resume_hides_nothing_of_why_the_session_before_died(tmp_path: Path) -> None:
@@ -332,16 +305,6 @@ def test_the_first_facts_are_state_progress_time_left_and_checkpoint(tmp_path: P
     assert (bare["time left"], bare["last checkpoint"]) == (NOT_KNOWN, "none was recorded")
 
 
-def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
-    validations = [validation(1, 0.9), validation(2, 0.6), validation(3, 0.7)]
-    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), step(2), step(3), *validations]))
-    (bins,) = [chart for chart in report.charts if chart.key == "bins"]
-    assert [(s.label, s.mid.tolist()) for s in bins.series] == [
-        ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
-    ]  # fmt: skip
-    assert report.facts["best validation error"] == "0.600 of a linear filter's (step 2)"
-
-
 def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
     two = reported(write_run(tmp_path / "two", [run_start(), step(1)], [system(1), system(2)]))
     sizes = {str(pid): pid * GIB for pid in range(1, 21)}
@@ -354,7 +317,7 @@ def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
 def test_the_page_shows_text_as_text_and_loads_nothing(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'&\x00"
     event = {"kind": "event", "time": BEGAN, "event": evil, "step": 1, "text": evil}
-    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), event, verdict(1, text=evil)], name="n" * 60))
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), event, verdict(1, evidence=evil)], name="n" * 60))
     page = shown(report)
     assert "script" not in [tag for tag, _ in page.tags]
     assert page.text.count("<script>alert(1)</script>\"'&?") == 3
@@ -395,7 +358,7 @@ def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> 
         keys = {"seed": rate, "name": "same"}
         write_run(tmp_path / name, [run_start(), *(step(n, samples=rate) for n in range(1, 4))], **keys)
     reports = [reported(tmp_path / name) for name in "ab"]
-    compared = comparison(reports)
+    compared = comparison([replace(report, name=name) for report, name in zip(reports, "ab", strict=True)])
     assert compared.headline == "2 runs; 8.00 to 16.0 samples/s", "which is faster was not tested"
     results, config = compared.tables
     assert ("samples/s", "8.00", "16.0") in results.rows

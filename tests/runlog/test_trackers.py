@@ -255,13 +255,6 @@ def test_a_failing_tracker_causes_one_warning(
     ]
 
 
-def test_a_short_server_failure_loses_only_its_figures(fake: Path, tmp_path: Path) -> None:
-    (fake / "fault").write_text("if call[0] == 'log' and call[1]['step'] in (1, 2): raise OSError('away')")
-    tracked(tmp_path, *(STEP | {"step": step} for step in range(5)), END)
-    assert [call[1]["step"] for call in calls(fake) if call[0] == "log"] == [0, 3, 4]
-    assert calls(fake)[-1] == ["finish", 0]
-
-
 def test_a_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"monitor.trackers: mlflow is not installed.*`pip install mlflow-skinny`"):

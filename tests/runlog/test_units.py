@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
 from vesuvius.runlog.units import (
-    DATE_FORMAT,
     GIB,
     format_count,
     format_duration,
@@ -17,7 +14,6 @@ from vesuvius.runlog.units import (
     format_rate,
     format_size,
     format_speed,
-    format_time,
     quantile,
 )
 
@@ -49,12 +45,6 @@ def test_figures_are_formatted_for_people_and_unknown_is_not_zero() -> None:
         "1 reader", "0 readers", "2 patches",
     ]  # fmt: skip
     assert (format_gib(None), format_gib(0), format_gib(1.234 * GIB)) == ("-", "0.00", "1.23")
-
-
-def test_times_are_formatted_as_in_the_log() -> None:
-    noon = time.mktime((2026, 3, 29, 12, 5, 6, 0, 0, -1))
-    assert format_time(noon) == "2026-03-29 12:05:06"
-    assert time.strptime(format_time(noon), DATE_FORMAT)[:6] == (2026, 3, 29, 12, 5, 6)
 
 
 def test_quantiles_equal_numpy_s() -> None:

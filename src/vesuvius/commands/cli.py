@@ -31,6 +31,7 @@ from vesuvius.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_STOPPED,
+    ConfigError,
     StorageError,
     VesuviusError,
     disk_remedy,
@@ -59,30 +60,6 @@ COMMANDS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command.  Returns the exit code; without `argv`, takes the arguments of this process and ends it."""
-    with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
-        faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
-    return _ended(_main, argv)
-
-
-def _main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        names = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
-        text = f"usage: vesuvius <command> [options]\n\ncommands:\n{names}\n\n`vesuvius <command> --help` explains one"
-        return _answer([text]) or (EXIT_OK if arguments else EXIT_CONFIG)
-    if arguments[0] == "--version":
-        return _answer([f"vesuvius {__version__}"])
-    command, *rest = arguments
-    if command not in COMMANDS:
-        print(f"unknown command {command!r}; `vesuvius --help` lists the commands", file=sys.stderr)
-        return EXIT_CONFIG
-    shared = command in ("quarantine", "report")
-    module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
-    exit_code: int = getattr(module, command if shared else "main")(rest)
-    return exit_code
-
-
 # ---- a command
 
 
@@ -97,12 +74,28 @@ def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 @as_command
-def _answer(texts: list[str]) -> int:
-    say(*texts)
-    return EXIT_OK
+def main(arguments: list[str]) -> int:
+    """Run one command.  Returns the exit code; without arguments, takes those of this process and ends it."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        names = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
+        say(f"usage: vesuvius <command> [options]\n\ncommands:\n{names}\n\n`vesuvius <command> --help` explains one")
+        return EXIT_OK if arguments else EXIT_CONFIG
+    if arguments[0] == "--version":
+        say(f"vesuvius {__version__}")
+        return EXIT_OK
+    command, *rest = arguments
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}; `vesuvius --help` lists the commands")
+    shared = command in ("quarantine", "report")
+    module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
+    exit_code: int = getattr(module, command if shared else "main")(rest)
+    return exit_code
 
 
 def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
+        if argv is None:
+            faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")

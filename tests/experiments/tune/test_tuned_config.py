@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -72,11 +71,6 @@ def test_overrides_of_any_form_are_read_back_from_the_tuned_config(tmp_path: Pat
     )
     overrides = [override.replace("'- a'", "a") for override in overrides]
     assert tuned(tmp_path, source, *overrides) == parse_config(source, overrides)
-
-
-def test_a_list_is_written_completely() -> None:
-    text = tuned_text(TOP, "data.volumes.0.level=1")
-    assert re.search(r"  volumes:  # was \[\{path: scroll.zarr.*\n    - path: scroll.zarr\n      level: 1", text)
 
 
 def test_a_reason_cannot_break_out_of_its_comment(tmp_path: Path) -> None:
