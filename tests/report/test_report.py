@@ -317,7 +317,8 @@ def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
 def test_the_page_shows_text_as_text_and_loads_nothing(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'&\x00"
     event = {"kind": "event", "time": BEGAN, "event": evil, "step": 1, "text": evil}
-    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), event, verdict(1, evidence=evil)], name="n" * 60))
+    records = [run_start(), step(1), event, verdict(1, evidence=evil)]
+    report = reported(write_run(tmp_path / "tiny", records, name="n" * 60))
     page = shown(report)
     assert "script" not in [tag for tag, _ in page.tags]
     assert page.text.count("<script>alert(1)</script>\"'&?") == 3

@@ -80,8 +80,10 @@ def system(number: int, *, time: float | None = None, used_gib: float = 1.0, **f
 
 
 def verdict(number: int, **figures: Any) -> Record:
-    text = "data-bound (workers too few): waited for data 20.0 % of the time; try training.workers=4"
-    return {"kind": "verdict", "time": BEGAN + number, "step": number, "bound": "data-bound", "text": text} | figures
+    words = {"evidence": "waited for data 20.0 % of the time", "advice": "try training.workers=4"}
+    text = f"data-bound (workers too few): {'; '.join(words.values())}"
+    said = {"bound": "data-bound", "cause": "workers too few", "text": text, **words}
+    return {"kind": "verdict", "time": BEGAN + number, "step": number, **said, **figures}
 
 
 def validation(number: int, error: float) -> Record:
