@@ -50,7 +50,9 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         say("\n".join(plan(request)))
         return EXIT_OK
-    return tune(request)
+    code, report = tune(request)
+    say(f"{report.text}\n\n{report.directory}/report.html")
+    return code
 
 
 def knobs(text: str) -> tuple[Knob, ...]:

@@ -15,7 +15,6 @@ from vesuvius.experiments.tune.report import (
     build_page,
     headline,
     plan_lines,
-    summary,
     trial_line,
 )
 
@@ -57,7 +56,8 @@ def test_the_headline_states_the_gain_and_its_certainty() -> None:
         ),
     ):
         assert headline(replace(found, **change), source).startswith(said)  # type: ignore[arg-type]
-    assert "no change yet" in summary(replace(found, written=source), search)["tuned config"]
+    page = build_page("exp", "runs/x", replace(found, written=source), search, [], {}, (), "")
+    assert "no change yet" in page.facts["tuned config"]
 
 
 def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:

@@ -112,16 +112,6 @@ def headline(result: Recommendation, source: Setting) -> str:
     return f"{likely}{1 + gain.gain:.2f} times as fast ({proof}): {changes}"
 
 
-def summary(recommendation: Recommendation, search: Search) -> dict[str, str]:
-    """Bottleneck of the baseline, what the tuned config lacks, and why the tune ended."""
-    base = search.rates.of("run", search.base)
-    alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
-    lines = {"bottleneck before": (base[-1].text if base else "") or alone}
-    if recommendation.written != recommendation.best:
-        lines["tuned config"] = "no change yet: it is not sure that B is faster than the config"
-    return lines | {"end of tuning": recommendation.reason}
-
-
 def trial_line(number_of: int, result: Result) -> str:
     begin = f"Trial {number_of} took {format_duration(result.seconds)}: "
     if result.ended != "ok":
@@ -170,7 +160,13 @@ def build_page(
     commands: Sequence[str],
     config_text: str,
 ) -> RunReport:
-    """The page of a tune; `facts` are added to its summary, `commands` are to be typed next."""
+    """The page of a tune; `commands` are to be typed next."""
+    base = search.rates.of("run", search.base)
+    alone = next((words for stage, words in search.notes if stage == "baseline"), "not measured")
+    summary = {"bottleneck before": (base[-1].text if base else "") or alone}
+    if recommendation.written != recommendation.best:
+        summary["tuned config"] = "no change yet: it is not sure that B is faster than the config"
+    summary["end of tuning"] = recommendation.reason
     values = [
         (knob, to_yaml(getattr(search.base, knob)), to_yaml(getattr(recommendation.best, knob)), why)
         for knob, why in recommendation.reasons.items()
@@ -199,8 +195,8 @@ def build_page(
     return RunReport(
         name=f"{name}: tune",
         directory=directory,
-        facts={**summary(recommendation, search), **facts},
-        highlights=("bottleneck before", "tuned config"),
+        facts={**summary, **facts},
+        highlights=tuple(summary),
         headline=headline(recommendation, search.base),
         tone="bad" if recommendation.certainty == "none" else "" if recommendation.certainty == "unchanged" else "good",
         commands=tuple(commands),

@@ -42,7 +42,7 @@ from vesuvius.experiments.tune.policy import Recommendation, conclude, policy
 from vesuvius.experiments.tune.search import KINDS, Search
 from vesuvius.monitor.probes.cores import bound_cores, others_text, usable_cores
 from vesuvius.monitor.session import is_alive, read_session
-from vesuvius.report.page import made_by, render_html, write_page
+from vesuvius.report.page import RunReport, made_by, render_html, write_page
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.records import Record
@@ -134,11 +134,11 @@ class TuneRequest:
     budget_s: float  # for all measurements together
 
 
-def tune(request: TuneRequest) -> int:
+def tune(request: TuneRequest) -> tuple[int, RunReport]:
     """Measure until the policy stops or a signal arrives, then write the report and the tuned config.
 
-    Returns the exit code, EXIT_NO_RESULT if nothing could be measured.  Raises ConfigError if another tune of this run
-    is active or the tuned config could not be written, DataError and StorageError.
+    Returns the exit code, EXIT_NO_RESULT if nothing could be measured, and the report.  Raises ConfigError if another
+    tune of this run is active or the tuned config could not be written, DataError and StorageError.
     """
     space, planner = _open(request)
     run = run_dir(request.config)
@@ -160,10 +160,9 @@ def tune(request: TuneRequest) -> int:
                 why = str(interrupted)
                 log.error("%s", why)
             recommendation = conclude(search, why)
-        _finish(request, search, recommendation, directory)
-        if why:
-            return stop.exit_code or EXIT_STOPPED
-        return EXIT_NO_RESULT if recommendation.certainty == "none" else EXIT_OK
+        page = _finish(request, search, recommendation, directory)
+        code = EXIT_NO_RESULT if recommendation.certainty == "none" else EXIT_OK
+        return (stop.exit_code or EXIT_STOPPED) if why else code, page
 
 
 def _measure(search: Search, runner: TrialRunner, stop: StopRequest) -> None:
@@ -190,7 +189,7 @@ def _open(request: TuneRequest) -> tuple[SearchSpace, Planner]:
     return space, planner_of(single_rank_config(config), data)
 
 
-def _finish(request: TuneRequest, search: Search, recommendation: Recommendation, directory: Path) -> None:
+def _finish(request: TuneRequest, search: Search, recommendation: Recommendation, directory: Path) -> RunReport:
     config, space, tuned = request.config, search.space, report.tuned_path(request.source)
     is_none = recommendation.certainty == "none"
     options = [] if is_none else report.build_options(recommendation, search, config.horizon_steps)
@@ -226,11 +225,7 @@ def _finish(request: TuneRequest, search: Search, recommendation: Recommendation
     with storage_errors(f"the tuned config {tuned}", "free some space or correct the permissions"):
         write_atomically(tuned, text.encode())
     log.log(logging.ERROR if is_none else logging.INFO, "%s", page.headline)
-    for label, words in (*report.summary(recommendation, search).items(), *recommendation.reasons.items()):
-        log.info("%s: %s", label, words)
-    log.info("report: %s", directory / "report.html")
-    for command in commands:
-        log.info("Next: %s", command)
+    return page
 
 
 def _next_commands(request: TuneRequest, space: SearchSpace, recommendation: Recommendation, tuned: Path) -> list[str]:
