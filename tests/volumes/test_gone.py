@@ -116,7 +116,7 @@ def test_a_replaced_volume_is_detected_but_edited_attributes_are_ignored(tmp_pat
     shutil.rmtree(path)
     write_array(path, textured((96, 96, 96)), chunk=16, **LAYOUTS[layout])
     (path / CHUNK[layout]).unlink()
-    volume.metadata._due = 0.0
+    volume.missing._due = 0.0
     with pytest.raises(DataError, match="it has been replaced"):
         volume.read(CHUNK_BOX)
 

@@ -21,7 +21,6 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
-from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -34,42 +33,18 @@ _FORMS: tuple[KeyForm, ...] = (("default", "/"), ("default", "."), ("v2", "/"), 
 _PAGE = 1000  # keys of a listing that are checked
 
 
-class MetadataCheck:
-    """Checks that a volume still exists and is unchanged, by the object `key`, which held `stored` at the start."""
-
-    def __init__(self, source: Source, key: str, stored: bytes) -> None:
-        self._source, self._key, self._known = source, key, stored
-        self._due = 0.0
-
-    def check(self, at_once: bool) -> None:
-        """Raise DataError if the volume is gone or has been replaced.  Skipped if the last check was recent."""
-        started, key = time.monotonic(), self._key
-        if started < self._due and not at_once:
-            return
-        found = self._source.get(key, cached=False)
-        now = time.monotonic()
-        self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
-        if found is None:
-            raise DataError(
-                f"Cannot read {key} of {self._source.display_address}: the volume is gone (deleted, or its file system "
-                "is no longer mounted); restore it, then continue with --resume"
-            )
-        if found != self._known and _essential(found) != _essential(self._known):
-            raise DataError(
-                f"Cannot continue reading {self._source.display_address}: it has been replaced (the metadata in {key} "
-                "changed since the start); start a new run for another volume"
-            )
-        self._known = found
-
-
 class MissingChunks:
     """Classifies absent chunks of a volume: air, gone, or stored under other keys.
 
-    `policy` is `data.missing_chunk`.  The metadata are checked before a chunk counts as gone.
+    `policy` is `data.missing_chunk`, `metadata` what the object of that key held when the volume was opened.
     """
 
-    def __init__(self, name: str, grid: ChunkGrid, metadata: MetadataCheck, policy: Literal["air", "error"]) -> None:
-        self._name, self._grid, self._metadata, self._policy = name, grid, metadata, policy
+    def __init__(
+        self, name: str, grid: ChunkGrid, metadata: tuple[str, bytes], policy: Literal["air", "error"]
+    ) -> None:
+        self._name, self._grid, self._policy = name, grid, policy
+        self._key, self._known = metadata
+        self._due = 0.0  # time of the next check of the metadata
         self._keys_checked = set[Triple]()
         self._seen = np.zeros(grid.counts_zyx, bool)  # the OS allocates pages only for parts that are read
         # Over the chunk grid, not 0 for the chunks in a listing: one of them that is absent is damaged, not air.
@@ -96,12 +71,32 @@ class MissingChunks:
         chunks = slices(box_along((r.start, r.stop) for r in chunk_ranges(damaged, grid.chunk_zyx)))
         seen = self._seen[chunks].any()
         listed = self.listed is not None and self.listed[chunks].any()
-        self._metadata.check(at_once=bool(seen or listed))
+        self.check_metadata(at_once=bool(seen or listed))
         if seen or listed:
             cause = f"{'it was read before' if seen else 'it is listed'}, but is now missing"
             raise UnreadableChunkError(self._name, box, chunk, damaged, cause)
         if object_absent:
             self.check_keys(grid.object_index(chunk))
+
+    def check_metadata(self, at_once: bool) -> None:
+        """Raise DataError if the volume is gone or has been replaced.  Skipped if the last check was recent."""
+        started, source, key = time.monotonic(), self._grid.source, self._key
+        if started < self._due and not at_once:
+            return
+        found = source.get(key, cached=False)
+        now = time.monotonic()
+        self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
+        if found is None:
+            raise DataError(
+                f"Cannot read {key} of {source.display_address}: the volume is gone (deleted, or its file system is no "
+                "longer mounted); restore it, then continue with --resume"
+            )
+        if found != self._known and _essential(found) != _essential(self._known):
+            raise DataError(
+                f"Cannot continue reading {source.display_address}: it has been replaced (the metadata in {key} "
+                "changed since the start); start a new run for another volume"
+            )
+        self._known = found
 
     def check_keys(self, index: Triple) -> None:
         """Check whether an absent object is stored under another key encoding, or, at the first one, whether all are.

@@ -35,7 +35,7 @@ from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, Repla
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, contradictions, find_axes, space_of
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks
+from vesuvius.volumes.missing import MissingChunks
 from vesuvius.volumes.store.objects import ByteRange, is_remote
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
@@ -76,8 +76,7 @@ class Volume:
         self.shape, self.ndim, self.size = self.shape_zyx, 3, math.prod(self.shape_zyx)  # numpy's names
         self.dtype = np.dtype(self.array.dtype).newbyteorder("=")
         self.wait_s = 0.0
-        self.metadata = MetadataCheck(self.source, self.node.key, self.node.stored)
-        self.missing = MissingChunks(self.name, self.grid, self.metadata, self.missing_chunk)
+        self.missing = MissingChunks(self.name, self.grid, (self.node.key, self.node.stored), self.missing_chunk)
         self._voxels_read = self._nonfinite = 0
         self._decode = ChunkDecoder(self.array)
         # Within a chunk, the selected index of each axis other than z, y, x.
@@ -286,7 +285,7 @@ class Volume:
                     raise self._unreadable(box, chunk, error) from error
                 log.debug("fetching chunk %s of %s again after %s", list(chunk), self.name, one_line(error))
                 self.source.count(retries=1)
-                self.metadata.check(at_once=True)  # if the volume is gone, its chunks are not damaged
+                self.missing.check_metadata(at_once=True)  # if the volume is gone, its chunks are not damaged
                 self.grid.forget(self.grid.box_of(chunk))
                 load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
         raise AssertionError("the last attempt returns or raises")
