@@ -105,7 +105,7 @@ def test_a_dry_run_does_not_change_the_chunk_cache(
     assert vesuvius_train(config, "--dry-run") == 0
     assert not path.exists()
     cache = DiskCache(path / "vesuvius-chunk-cache", 2**30)
-    cache.prepare()
+    cache.check()
     for number in range(20):
         cache.put(str(number), bytes(2**20))
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}

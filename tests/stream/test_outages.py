@@ -20,7 +20,7 @@ from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.store import retry
+from vesuvius.volumes.store import source as store_source
 
 SHAPE = (96, 128, 128)
 BATCHES = 60
@@ -43,7 +43,7 @@ def test_an_outage_only_costs_time(
     own_server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, gone_s: float
 ) -> None:
     """A limited number of tries ends after seconds, whatever the pauses between them: 10 end after 2 s here."""
-    monkeypatch.setattr(retry, "_LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(store_source, "_LONGEST_PAUSE_S", 0.2)
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     with open_stream(make_job(path)) as stream:
         expected, _ = collect(stream, BATCHES)

@@ -16,7 +16,7 @@ from tests.conftest import textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import FetchError, OutageError, RefusedError
-from vesuvius.volumes.store import retry
+from vesuvius.volumes.store import source as store_source
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
@@ -92,8 +92,8 @@ def test_an_outage_is_visible_while_it_lasts(server: ChunkServer, address: str) 
 def test_an_outage_is_logged_every_minute_and_at_its_end(
     server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "_LOG_AFTER_S", 0.3)
-    monkeypatch.setattr(retry, "_LOG_EVERY_S", 1.0)
+    monkeypatch.setattr(store_source, "_LOG_AFTER_S", 0.3)
+    monkeypatch.setattr(store_source, "_LOG_EVERY_S", 1.0)
     server.set_faults([{"path": "data", "kind": "status", "status": 503}])
     source = source_at(address, PATIENT)
     with caplog.at_level(logging.INFO):
@@ -113,8 +113,8 @@ def test_an_outage_is_logged_every_minute_and_at_its_end(
 def test_a_store_that_never_answered_is_given_up_early(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retry, "_FIRST_ANSWER_S", 0.3)
-    monkeypatch.setattr(retry, "_LOG_AFTER_S", 0.0)
+    monkeypatch.setattr(store_source, "_FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(store_source, "_LOG_AFTER_S", 0.0)
     began = time.monotonic()
     with pytest.raises(
         OutageError, match=r"Cannot reach the store: Connection refused .*; check the address"

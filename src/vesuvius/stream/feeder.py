@@ -22,8 +22,7 @@ from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.stream.reading.reader_stats import BlockReport
 from vesuvius.threads import Pool
 from vesuvius.volumes.box import slices
-from vesuvius.volumes.errors import ClosedError
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import ClosedError, Outage
 
 BATCHES_IN_USE = 2  # by the trainer: the current batch, and the previous one until it is released
 _POLL_S = 0.2

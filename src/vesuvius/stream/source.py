@@ -19,7 +19,7 @@ from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage
 
 if TYPE_CHECKING:  # Ray is not needed with workers: 0
     from vesuvius.stream.ray.regions import RayRegions

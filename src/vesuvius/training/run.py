@@ -170,7 +170,7 @@ def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config,
     close_terminal()  # only rank 0 prints
     log_previous_death(directory)
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
-        cache.prepare()
+        cache.check()
     return config, replace(checked, fixed=ranks.receive(mine=True))
 
 
@@ -197,7 +197,7 @@ def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | 
         with contextlib.suppress(OSError):  # only an optimization
             write_facts(facts, config.data, checked.facts)
     if cache := open_cache(config.data.store):
-        cache.prepare()
+        cache.check()
     return checked
 
 

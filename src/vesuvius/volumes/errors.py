@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from dataclasses import dataclass
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.runlog.redact import redact
+from vesuvius.runlog.units import format_time
 from vesuvius.volumes.box import Box, format_box
 
 # Transient HTTP statuses, including those of proxies in front of a server that is down.
@@ -38,6 +40,16 @@ _MEANINGS = (
     (r"IncompleteMessage", "the connection was closed without a response"),
     (r"IncompleteBody|kind: UnexpectedEof", "the connection was closed before the end of the body"),
 )
+
+
+@dataclass(frozen=True)
+class Outage:
+    since: float  # time of the first failure of the oldest failing read, seconds since 1970
+    cause: str  # of that read's last failure
+    address: str  # of the store
+
+    def __str__(self) -> str:
+        return f"{self.address} has not answered since {format_time(self.since)}: {self.cause}"
 
 
 class FetchError(Exception):

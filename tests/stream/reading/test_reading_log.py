@@ -17,7 +17,7 @@ from vesuvius.stream.reading.reading_log import (
     remove_ended_logs,
     remove_logs,
 )
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage
 
 # What comes on the command line behind the folder is done while a chunk is decoded.
 DIES = """
@@ -65,7 +65,7 @@ def test_a_chunk_is_blamed_once_two_readers_crashed_on_it(tmp_path: Path, death:
 def test_unicode_names_and_outages_survive_a_crash(tmp_path: Path) -> None:
     name, outage = '/Volumen/\u5dfb\U0001f4dc\x01"/\udcff.zarr', Outage(1000.0, "\U0001f4dc", "http://store")
     code = f"""
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage
 notes.chunk({name!r}, (4, 5, 6))
 notes.outage({outage!r})
 os.kill(os.getpid(), signal.SIGKILL)

@@ -115,7 +115,7 @@ def test_an_unusable_directory_fails_check_and_costs_readers_one_warning(
     (tmp_path / "file").write_text("")
     cache = DiskCache(tmp_path / "file" / "cache", LIMIT)
     with pytest.raises(ConfigError, match="cache_dir"):
-        cache.prepare()
+        cache.check()
     for _ in range(3):
         cache.put(key(0), chunk(0))
         assert cache.get(key(0)) is None

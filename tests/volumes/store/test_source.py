@@ -25,7 +25,7 @@ from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
 from vesuvius.volumes.occupancy import list_chunks
-from vesuvius.volumes.store import retry
+from vesuvius.volumes.store import source as store_source
 from vesuvius.volumes.store.objects import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
@@ -75,7 +75,7 @@ def test_a_closed_source_neither_waits_nor_retries(
     server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process exits when its threads do, so a pause must not delay it."""
-    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(store_source, "_FIRST_PAUSE_S", 1000.0)
     source = Source(server.url_of(tmp_path), StoreConfig(requests=1, outage_minutes=1000))
     server.set_faults([{"path": "data", "kind": "status"}])
     trying, waiting = source.submit("data"), source.submit("data")

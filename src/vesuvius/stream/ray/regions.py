@@ -41,7 +41,7 @@ from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.reading_log import ReaderWatch, node_name, remove_logs
 from vesuvius.threads import on_thread
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from vesuvius.stream.reading.reader import Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
 from vesuvius.volumes.box import intersection, shape_of
-from vesuvius.volumes.errors import OutageError
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage, OutageError
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from vesuvius.stream.reading.reading_log import crashed_chunks, node_name, open_
 from vesuvius.threads import Pool
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
-from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage, UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
 

@@ -28,7 +28,7 @@ import psutil
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
 from vesuvius.runlog.records import from_dict
-from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.errors import Outage
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ def open_cache(config: StoreConfig) -> DiskCache | None:
 class DiskCache:
     """Bytes by key, in files.  Cheap to construct and pickle: no I/O before the first call.
 
-    Only `check` and `prepare` raise.  A cache that fails costs speed, never a read: `get` misses, `put` stores nothing,
+    Only `check` raises.  A cache that fails costs speed, never a read: `get` misses, `put` stores nothing,
     and the log says so once per process.
     """
 
@@ -64,15 +64,6 @@ class DiskCache:
             raise self._unusable(error) from error
         if free < needed:
             raise self._unusable(f"{free / 2**30:.2f} GiB free, {needed / 2**30:.2f} GiB needed; lower cache_gib")
-
-    def prepare(self) -> None:
-        """Create the directory and trim it to the limit before the readers start.  Raises as `check`."""
-        self.check()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._trim()
-        except OSError as error:
-            raise self._unusable(error) from error
 
     def get(self, key: str) -> bytes | None:
         """The bytes stored under `key`; None if there are none.  Removes a damaged entry."""

@@ -1,12 +1,16 @@
 """The source of a volume's bytes: a folder, a web server or an object store, read by key and byte range.
 
-Every read is counted and retried during an outage (`retry.py`); remote stores may have a disk cache.
+Every read is counted, and retried for as long as an outage may last: failures of the network, the server or the mount
+are outages (a closed list), refusals and damage are not.  Remote stores may have a disk cache.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,14 +22,30 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
+from vesuvius.runlog.units import format_duration, format_time
 from vesuvius.threads import Pool, renew_after_fork
-from vesuvius.volumes.errors import ClosedError, ProtocolError, ReplacedError, is_outage, reason, refusal, status_of
+from vesuvius.volumes.errors import (
+    ClosedError,
+    Outage,
+    OutageError,
+    ProtocolError,
+    ReplacedError,
+    is_outage,
+    is_protocol_error,
+    reason,
+    refusal,
+    status_of,
+)
 from vesuvius.volumes.store.cache import open_cache
 from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, display_address, is_remote
-from vesuvius.volumes.store.retry import Outage, Retrier
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_FIRST_ANSWER_S = 60.0  # a store that has never answered is more likely a wrong address than an outage
+_LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
 _STAMPS_MAX = 2**18  # some 60 MB
 _ANSWERS = 20  # tries to reach the same one of several servers, each with its own ETags, as before
 
@@ -57,19 +77,25 @@ class Source:
         self.can_list, self._signing = self._store.can_list, self._store.signing
         self._cache = open_cache(config) if self.remote else None
         self._stamps: dict[str, str] = {}  # of objects that the cache holds, as last seen in the store
-        self._retrier = Retrier(
-            self.display_address, config, has_answered or not self.remote, self._is_retryable, self.count
-        )
+        self._closed = threading.Event()
+        self._patient = has_answered or not self.remote  # else a store is given up after a minute
+        self._logged = 0.0  # time of the last log line about this outage
         self._pool = Pool(config.requests, "fetch")
         renew_after_fork(self)
 
     def renew(self) -> None:
+        """Make the locks anew in a forked child; the failing threads are not there."""
         self._lock = threading.Lock()
+        self._failing: dict[int, Outage] = {}  # by thread
+        was_closed, self._closed = self._closed.is_set(), threading.Event()
+        if was_closed:
+            self._closed.set()
 
     @property
     def outage(self) -> Outage | None:
         """The oldest read that is failing and being retried; None if there is none.  Thread-safe."""
-        return self._retrier.outage
+        with self._lock:
+            return min(self._failing.values(), key=lambda failing: failing.since, default=None)
 
     def get(
         self, key: str, byte_range: ByteRange | None = None, cached: bool = True, probing: bool = False
@@ -167,13 +193,13 @@ class Source:
         return self._listed(prefix, lambda: self._store.list_one_level(prefix))
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        if self._retrier.closed.is_set():
+        if self._closed.is_set():
             raise ClosedError(f"{self.display_address} was closed; open it again")
         return self._pool.submit(function, *arguments)
 
     def close(self) -> None:
         """Stop the threads; reads in progress are abandoned without a retry."""
-        self._retrier.closed.set()
+        self._closed.set()
         self._pool.close()
 
     def count(self, **figures: int) -> None:
@@ -207,7 +233,7 @@ class Source:
             )
         what = f"the listing of {prefix or 'all keys'}"
         try:
-            return self._retrier.run(what, read)
+            return self._run(what, read)
         except (BaseError, OSError, ProtocolError) as error:
             if status_of(error) in (None, 400) and not isinstance(error, OSError):
                 raise refusal(error, what, self.display_address, self.remote, self._signing) from error
@@ -220,7 +246,7 @@ class Source:
     def _retried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
         """Call `read` with retries; None if the object does not exist."""
         try:
-            return self._retrier.run(key, read)
+            return self._run(key, read)
         except FileNotFoundError:
             return None
         except (BaseError, OSError, ProtocolError) as error:
@@ -228,6 +254,80 @@ class Source:
                 self.forbidden = f"{reason(error)} ({self._signing})" if self._signing else reason(error)
                 return None
             raise refusal(error, key, self.display_address, self.remote, self._signing) from error
+
+    def _run(self, key: str, read: Callable[[], T]) -> T:
+        """Call `read`, and retry it during an outage; an answer that violates the protocol is retried once.
+
+        Raises OutageError if it has failed for as long as an outage may last, ClosedError once `closed` is set, and any
+        other error of `read`.
+        """
+        pause_s, tries, answered, broke_protocol = _FIRST_PAUSE_S, 0, True, False
+        began: float | None = None
+        try:
+            while not self._closed.is_set():
+                tries += 1
+                self.count(requests=1)
+                try:
+                    return read()
+                except (BaseError, OSError, ProtocolError) as error:
+                    now = time.monotonic()
+                    if is_protocol_error(error) and not broke_protocol:
+                        broke_protocol = True
+                    elif not self._is_retryable(error):
+                        raise
+                    else:
+                        began = now if began is None else began
+                        self._record_failure(error)
+                        if now - began >= self._patience_s:
+                            answered = False
+                            raise self._outage_error(error, f"{tries} attempts of {key}") from error
+                self.count(retries=1)
+                self._closed.wait(random.uniform(0, pause_s))  # jitter, so that many readers do not retry in step
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            answered = False
+            raise ClosedError(f"{self.display_address} was closed; open it again")
+        finally:
+            self._end(answered)
+
+    @property
+    def _patience_s(self) -> float:
+        outage_s = 60 * self.config.outage_minutes
+        return outage_s if self._patient else min(outage_s, _FIRST_ANSWER_S)
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record that this thread's read fails, and log it every minute."""
+        now, thread = time.time(), threading.get_ident()
+        with self._lock:
+            since = self._failing[thread].since if thread in self._failing else now
+            self._failing[thread] = Outage(since, reason(error), self.display_address)
+            oldest = min(self._failing.values(), key=lambda failing: failing.since)
+            if now - oldest.since < _LOG_AFTER_S or now - self._logged < _LOG_EVERY_S:
+                return
+            self._logged = now
+        wait = f"{self.config.outage_minutes:g} minutes (data.store.outage_minutes)"
+        if self._patience_s < 60 * self.config.outage_minutes:
+            wait = f"{self._patience_s:g} s, because it has never answered: check the address"
+        log.warning("%s (for %s); retrying for up to %s", oldest, format_duration(now - oldest.since), wait)
+
+    def _end(self, answered: bool) -> None:
+        """Record that this thread's read has ended, whether or not the store answered."""
+        self._patient |= answered
+        with self._lock:
+            ended, logged = self._failing.pop(threading.get_ident(), None), self._logged
+            if ended is None or self._failing:
+                return
+            self._logged = 0.0
+        if logged and answered:
+            log.info("%s responds again after %s", self.display_address, format_duration(time.time() - ended.since))
+
+    def _outage_error(self, error: BaseException, tries: str) -> OutageError:
+        text = f"Cannot reach the store: {reason(error)} ({tries} in {self.display_address})"
+        remedy = "check the address and the network"
+        if self._patient:
+            since = format_time(self._failing[threading.get_ident()].since)
+            text += f", since {since}, and data.store.outage_minutes={self.config.outage_minutes:g}"
+            remedy = "check the network and the server, then continue the run with --resume, or repeat the command"
+        return OutageError(f"{text}; {remedy}")
 
     def _is_retryable(self, error: BaseException) -> bool:
         """Whether an error is transient.  An I/O error of one file is not if the metadata are readable."""
