@@ -88,7 +88,7 @@ def _draw_window(axis: Any, mixing: Mixing) -> None:
         place = index / mixing.regions + 0.5 / mixing.regions
         axis.plot(place, mixing.slot_of(index) + 0.5, ".", color=ORANGE, ms=5)
     axis.annotate("a batch of 8", (9.25, 31), (6.2, 38), color=ORANGE, arrowprops={"arrowstyle": "-"})
-    axis.annotate("colours: tasks of 8 regions,\neach read by one worker", (7.2, 4), color="#4a5568")
+    axis.annotate("colors: tasks of 8 regions,\neach read by one worker", (7.2, 4), color="#4a5568")
     axis.set(
         xlim=(0, rounds), ylim=(0, 42), xlabel=f"round of {mixing.regions} samples", ylabel="slot: order of reading"
     )

@@ -6,7 +6,7 @@
 
 `--out` writes NAME-phone.png (400 pixels wide), NAME-light.png, NAME-dark.png and NAME.pdf of each page, and reports
 problems: it scrolls sideways, requests anything from outside, or has a picture that cannot be decoded; then the exit
-code is 1.  `--docs` writes NAME.png of the first screen, in 64 colours.  Needs `chromium` (apt-get install chromium),
+code is 1.  `--docs` writes NAME.png of the first screen, in 64 colors.  Needs `chromium` (apt-get install chromium),
 `chromium-browser` or `google-chrome`.
 """
 

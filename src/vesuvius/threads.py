@@ -148,7 +148,7 @@ def _ender() -> Pool:
 
 
 def end_later(end: Callable[[], object]) -> Future[object]:
-    """Call `end` soon on a thread of its own, which the first call starts: for finalisers, which must take no lock."""
+    """Call `end` soon on a thread of its own, which the first call starts: for finalizers, which must take no lock."""
     return _ender().submit(end)
 
 

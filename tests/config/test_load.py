@@ -183,7 +183,7 @@ def test_overrides_replace_and_add_in_order_and_index_lists() -> None:
     ],
 )
 def test_a_wrong_override_is_reported_by_its_own_text(override: str, text: str) -> None:
-    """Other overrides are not named, even for neighbouring keys."""
+    """Other overrides are not named, even for neighboring keys."""
     others = "seed=3", "training.lr=1", "monitor.guard=off"
     assert problems(MINIMAL, others[1], override, others[2]) == [f"override {' '.join(override.split())}: {text}"]
 

@@ -16,7 +16,7 @@ from vesuvius.diffusion.sampler import CLEAN, NoiseLevel, rho_levels, sample, sa
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.loader.device import apply_symmetries
-from vesuvius.loader.intensity import normalised
+from vesuvius.loader.intensity import normalized
 from vesuvius.plan.plan import Augmentation
 
 SHAPE = (12, 16, 15)
@@ -155,7 +155,7 @@ def test_the_augmented_spectrum_is_that_of_all_augmented_patches(flip: bool, rot
     patches = 2 + white + white.roll((1, 1), (1, 2)) + white.roll((1, 2), (2, 3))
     flips = list(itertools.product((False, True), repeat=3)) if flip else [(False,) * 3]
     every = [Augmentation(*one) for one in itertools.product(flips, range(4 if rot90 else 1))]
-    values = [normalised(apply_symmetries(patches, [one] * 2), np.array([[-1.0, 1.0]] * 2)) for one in every]
+    values = [normalized(apply_symmetries(patches, [one] * 2), np.array([[-1.0, 1.0]] * 2)) for one in every]
     expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(flip=flip, rot90=rot90)
     assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-5)
     np.testing.assert_allclose(found.power, expected.power, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,7 @@ import torch
 from vesuvius.errors import StorageError
 from vesuvius.generate import sample_zarr
 from vesuvius.generate.sample_zarr import atomic_directory, to_intensities
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 
@@ -21,7 +21,7 @@ def test_intensities_invert_the_normalization() -> None:
     for dtype in ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"):
         intensities = np.array([0, 1, 53, 100, 144, 255], dtype)
         intensity = IntensityRange(53.0, 144.0)
-        model = normalised(torch.from_numpy(intensities).view(1, -1), intensity_scales([intensity]))[0].numpy()
+        model = normalized(torch.from_numpy(intensities).view(1, -1), intensity_scales([intensity]))[0].numpy()
         back = to_intensities(model, intensity, np.dtype(dtype))
         assert back.dtype == dtype
         # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of an intensity here

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.loader.test_device import on_each_device
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.stream.start.prepare import IntensityRange
 
 # Low and high: all of a dtype, and little of it far from 0, where a rounding before low is subtracted loses the range.
@@ -49,16 +49,16 @@ def test_model_values_are_exact_up_to_float32(dtype: str, low: float, high: floa
     assert len(set(stored.tolist())) >= min(64, high - low) / 4 or dtype.startswith("float"), "the range is covered"
     expected = [(Fraction(v.item()) - Fraction(low)) * 2 / (Fraction(high) - Fraction(low)) - 1 for v in stored]
     raw = torch.from_numpy(stored.reshape(1, 1, 4, 4, 4)).to(device)
-    found = normalised(raw, intensity_scales([IntensityRange(low, high)]))
+    found = normalized(raw, intensity_scales([IntensityRange(low, high)]))
     assert found.dtype == torch.float32
     assert found.shape == raw.shape
     # Values up to 2 (before -1), rounded in 4 operations by up to 2^-24 of that each.
     np.testing.assert_allclose(found.cpu().numpy().ravel(), [float(v) for v in expected], rtol=0, atol=8 * 2.0**-24)
 
 
-def test_normalising_does_not_change_its_input() -> None:
+def test_normalizing_does_not_change_its_input() -> None:
     for dtype in ("uint8", "float32", "float64", "int64"):
         raw = torch.arange(8).to(torch.from_numpy(np.empty(0, dtype)).dtype).view(1, 1, 2, 2, 2)
         before = raw.clone()
-        normalised(raw, intensity_scales([IntensityRange(3, 5)]))
+        normalized(raw, intensity_scales([IntensityRange(3, 5)]))
         assert torch.equal(raw, before)

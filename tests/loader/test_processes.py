@@ -85,7 +85,7 @@ print(collected)
 
 
 def test_a_loader_may_be_collected_inside_a_submit_of_its_own_thread(volume: Path) -> None:
-    """An executor holds a lock there, which a finaliser that closes the loader would wait for."""
+    """An executor holds a lock there, which a finalizer that closes the loader would wait for."""
     ended = fork_server.run([sys.executable, "-c", COLLECTED, str(volume)], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "[True, True, True, True]\n", ended.stderr
 

@@ -176,7 +176,7 @@ def test_our_gpu_is_identified_by_uuid(tmp_path: Path, monkeypatch: pytest.Monke
     assert (second["index"], second["busy"]) == (5, [0.1, 0.1, 0.1])
 
 
-def test_stopped_and_ended_local_readers_are_recognised(tmp_path: Path) -> None:
+def test_stopped_and_ended_local_readers_are_recognized(tmp_path: Path) -> None:
     """Readers on other machines count as they report."""
     with (
         subprocess.Popen(["sleep", "60"]) as reader,

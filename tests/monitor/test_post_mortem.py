@@ -320,7 +320,7 @@ def in_cgroup(cgroup: Path, code: str, *arguments: object) -> subprocess.Complet
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def test_a_real_kernel_kill_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
+def test_a_real_kernel_kill_is_recognized_by_the_cgroup_s_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with memory_cgroup_or_skip(LIMIT_BYTES) as cgroup:

@@ -206,7 +206,7 @@ def test_volumes_are_dealt_in_exact_proportion_to_any_weights(parts: list[float]
         ((1, 999), [1, 999]),
     ],
 )
-def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list[int] | None) -> None:
+def test_weights_are_honored_or_refused(weights: tuple[float, ...], right: list[int] | None) -> None:
     specs = tuple(VolumeConfig(path=f"v{n}", weight=weight) for n, weight in enumerate(weights))
     if right is None:
         with pytest.raises(ConfigError, match=r"volumes\[1\]\.weight \S+ gives \S+ less than one region"):

@@ -96,7 +96,7 @@ class OurFeed:
 
 
 class OurLoader(OurFeed):
-    """Feed of `PatchLoader`, voxels as stored: on a CPU, without symmetries and normalisation."""
+    """Feed of `PatchLoader`, voxels as stored: on a CPU, without symmetries and normalization."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

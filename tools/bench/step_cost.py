@@ -249,7 +249,7 @@ def main() -> None:
             print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
         print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
     print(f"\nbytes without convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
-    print(f"host synchronisations: {pieces * micro_batch.syncs + update.syncs} a step")
+    print(f"host synchronizations: {pieces * micro_batch.syncs + update.syncs} a step")
     flops, host_s = pieces * micro_batch.flops, None
     if args.host:
         micro_batch_s, update_s = host_seconds(args.config, args.overrides)

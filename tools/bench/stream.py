@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume")
     parser.add_argument("--workers", type=int, default=0, help="readers; 0 = this process (default: %(default)s)")
-    parser.add_argument("--loader", choices=("stored", "normalised"), help="through PatchLoader; kind of tensors")
+    parser.add_argument("--loader", choices=("stored", "normalized"), help="through PatchLoader; kind of tensors")
     parser.add_argument("--resident", action="store_true", help="keep the volume in memory, measure after one pass")
     parser.add_argument("--batches", type=int, default=400, help="timed batches (default: %(default)s)")
     args = parser.parse_args()

@@ -17,7 +17,7 @@ import zarr
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volume_tools.partial import attribute, new_array
@@ -53,7 +53,7 @@ def record_samples(path: Path, record: dict[str, Any]) -> None:
 def to_model_values(voxels: NDArray[Any], intensity: IntensityRange) -> NDArray[np.float32]:
     """Convert intensities or labels of any shape to model values, low to -1 and high to +1.  Pure."""
     stored = torch.from_numpy(np.ascontiguousarray(voxels)[None])
-    return normalised(stored, intensity_scales([intensity]))[0].numpy()
+    return normalized(stored, intensity_scales([intensity]))[0].numpy()
 
 
 def to_intensities(x_0: NDArray[np.float32], intensity: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -1,7 +1,7 @@
-"""Turns batches in the stored dtype into normalised images and labels on the device.
+"""Turns batches in the stored dtype into normalized images and labels on the device.
 
 Batches reach a GPU through pinned memory, on a separate CUDA stream; on a CPU nothing is copied.  Casting,
-normalisation and augmentation run on the device.
+normalization and augmentation run on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.errors import DataError
-from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
+from vesuvius.loader.intensity import intensity_scales, normalized, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.plan.plan import Augmentation, Sample
 from vesuvius.stream.feeder import Batch
@@ -44,7 +44,7 @@ class PatchBatch:
 
 
 class DeviceFeed:
-    """Delivers a stream's batches on `device`, normalised by `ranges` (one per volume), or as stored without any.
+    """Delivers a stream's batches on `device`, normalized by `ranges` (one per volume), or as stored without any.
 
     `label_dtype` is the dtype of labels there; None = as stored.
     """
@@ -114,7 +114,7 @@ class DeviceFeed:
         augmentations = [sample.augmentation for sample in batch.samples]
         image = apply_symmetries(raw, augmentations).unsqueeze(1)
         if len(self._scales):
-            image = normalised(image, self._scales[[sample.volume for sample in batch.samples]])
+            image = normalized(image, self._scales[[sample.volume for sample in batch.samples]])
         label = None if raw_label is None else apply_symmetries(raw_label, augmentations).unsqueeze(1)
         if label is not None and self._label_dtype is not None:
             label = label.to(self._label_dtype)

@@ -1,4 +1,4 @@
-"""Normalises voxels of any stored dtype to model values, on the device."""
+"""Normalizes voxels of any stored dtype to model values, on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def intensity_scales(ranges: Sequence[IntensityRange]) -> NDArray[np.float64]:
     return np.array([(each.low, each.high / 2 - each.low / 2) for each in ranges], np.float64).reshape(-1, 2)
 
 
-def normalised(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
+def normalized(raw: Tensor, scales: NDArray[np.float64]) -> Tensor:
     """Return (raw - low) / half - 1 in float32, within a few roundings of float32.
 
     Subtracts low before any rounding, so that a narrow range far from 0 keeps its resolution.  Dtypes that float32

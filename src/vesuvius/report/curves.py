@@ -1,7 +1,7 @@
 """Curves of a report and their drawings.  Pure.
 
 A curve reduces many values to a few hundred points, each with the minimum and maximum of the values it stands for, so a
-spike of one step stays visible in a run of 100,000.  Matplotlib draws them as SVG, in colours set by the page's style.
+spike of one step stays visible in a run of 100,000.  Matplotlib draws them as SVG, in colors set by the page's style.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLOURS = {
     "data wait": 0, "transfer": 1, "compute": 2, "forward": 2, "backward": 3, "optimizer": 4, "other ranks": 5,
     "host": 7, "baseline": 7, "ideal": 7, "best": 6, "generated": 2, "held out": 6, "training": 7,
 }  # fmt: skip
-"""The colour of a thing on all pages, as a number of the style's `--c0` to `--c15`."""
+"""The color of a thing on all pages, as a number of the style's `--c0` to `--c15`."""
 
-_OTHERS = (2, 6, 4, 8, 9, 1, 3, 5, 10, 11, 12, 13, 14, 15)  # colours of all other curves, in order
+_OTHERS = (2, 6, 4, 8, 9, 1, 3, 5, 10, 11, 12, 13, 14, 15)  # colors of all other curves, in order
 # If the largest value exceeds the usual ones by more than `_SPIKE`, the axis is cut and spikes are marked.
 _SPIKE, _ROOM = 4.0, 1.5
-# Placeholders in the drawing for the page's own colours; curves have `#fe0100` to `#fe010f`.
+# Placeholders in the drawing for the page's own colors; curves have `#fe0100` to `#fe010f`.
 _INK, _GRID, _LIMIT = "#fe01a0", "#fe01a1", "#fe01a2"
 _NAMES = {_INK: "soft", _GRID: "rule", _LIMIT: "bad"} | {f"#fe01{index:02x}": f"c{index}" for index in range(16)}
 
@@ -124,7 +124,7 @@ class Figure:
 
     chart: Chart
     svg: Markup
-    legend: tuple[tuple[int, str, str], ...]  # of each curve: colour, name, last value and range
+    legend: tuple[tuple[int, str, str], ...]  # of each curve: color, name, last value and range
     limits: tuple[tuple[str, str], ...]
     note: str
 
@@ -132,7 +132,7 @@ class Figure:
 def draw(chart: Chart) -> Figure:
     """Draw a chart as SVG, with a text alternative."""
     curves = zip(_colours(chart), chart.series, strict=True)
-    legend = tuple((colour, each.label, _figures(chart, each)) for colour, each in curves)
+    legend = tuple((color, each.label, _figures(chart, each)) for color, each in curves)
     limits = tuple((name, f"{format_number(value)} {chart.unit}") for name, value in chart.limits)
     largest = _largest(chart)
     note = f"beyond the axis: up to {format_number(largest)} {chart.unit}" if largest > y_range(chart)[1] else ""
@@ -140,7 +140,7 @@ def draw(chart: Chart) -> Figure:
 
 
 def _colours(chart: Chart) -> list[int]:
-    """A colour for each curve: that of its name, unless another curve has it; they repeat after fourteen."""
+    """A color for each curve: that of its name, unless another curve has it; they repeat after fourteen."""
     chosen: list[int] = []
     for index, series in enumerate(chart.series):
         wanted = [COLOURS[series.label]] if series.label in COLOURS else []
@@ -190,21 +190,21 @@ def _dress(axes: Axes, chart: Chart) -> None:
 
 def _lines(axes: Axes, chart: Chart, top: float) -> None:
     for number, series in zip(_colours(chart), chart.series, strict=True):
-        colour = f"#fe01{number:02x}"
+        color = f"#fe01{number:02x}"
         if (series.high > series.low).any():
-            axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0)
+            axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.25, linewidth=0)
         marker, style = "o" if len(series.x) < 8 and not series.dashed else None, "--" if series.dashed else "-"
-        axes.plot(series.x, series.mid, color=colour, linewidth=1.4, linestyle=style, marker=marker, markersize=4)
+        axes.plot(series.x, series.mid, color=color, linewidth=1.4, linestyle=style, marker=marker, markersize=4)
         above = series.x[series.high > top * (1 + 1e-9)]
         if len(above):  # a mark at the upper edge for each value beyond it
-            axes.plot(above, np.full(len(above), top), "^", color=colour, markersize=4, clip_on=False, gid="spikes")
+            axes.plot(above, np.full(len(above), top), "^", color=color, markersize=4, clip_on=False, gid="spikes")
 
 
 def _inline(svg: str, words: str) -> Markup:
-    """The drawing as an element of the page: without header, coordinates rounded to a tenth, in the page's colours."""
+    """The drawing as an element of the page: without header, coordinates rounded to a tenth, in the page's colors."""
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.S)
     svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d)\d+", r"\1", " ".join(path[0].split())), svg)
-    svg = re.sub(r"#fe01[0-9a-f]{2}", lambda colour: f"var(--{_NAMES[colour[0]]})", svg)
+    svg = re.sub(r"#fe01[0-9a-f]{2}", lambda color: f"var(--{_NAMES[color[0]]})", svg)
     svg = re.sub(r' id="[\w.]+_\d+"|\n *', "", svg[svg.index("<svg") :])  # of groups: several drawings share a page
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1))
 

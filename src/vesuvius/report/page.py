@@ -28,7 +28,7 @@ from vesuvius.runlog.units import format_duration, format_number
 
 NOT_KNOWN = "not known"
 PASS, FAIL = "✓ ", "✗ "
-"""Begin a table cell that the page colours."""
+"""Begin a table cell that the page colors."""
 
 PARTS_NOTE = (
     "The first step of a session includes starting the readers and choosing kernels; pauses are validation, previews "
@@ -92,7 +92,7 @@ class Bar:
     label: str
     value: float
     text: str  # at the end of the bar
-    colour: int = COLOURS["compute"]
+    color: int = COLOURS["compute"]
     low: float | None = None
     high: float | None = None
 

@@ -1,6 +1,6 @@
 """Reads a run directory for a report, in a few hundred bytes a step.  Does I/O.
 
-Steps and the times of ranks become columns, neighbouring records of the monitor are merged, others stay unchanged.
+Steps and the times of ranks become columns, neighboring records of the monitor are merged, others stay unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Band = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class SystemRecord:
-    """One or more neighbouring records of the monitor."""
+    """One or more neighboring records of the monitor."""
 
     step: float  # of the last; of records that precede the first step of a session, the last known step
     limit_bytes: float

@@ -18,7 +18,7 @@ from vesuvius.generate.evaluate.metrics import Comparison, compare
 from vesuvius.generate.evaluate.patches import PatchSet, RealSource, disjoint_sides, generated_set, open_generated
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.loader.device import apply_symmetries
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volumes.box import box_at
@@ -62,7 +62,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
     raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
-    values = normalised(apply_symmetries(raw, shown), np.repeat(intensity_scales([INTENSITY]), COUNT, 0)).numpy()
+    values = normalized(apply_symmetries(raw, shown), np.repeat(intensity_scales([INTENSITY]), COUNT, 0)).numpy()
     return to_intensities(values, INTENSITY, np.dtype(np.uint8)).astype(np.uint8)
 
 

@@ -23,7 +23,7 @@ from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, cast_intensities, to_intensities, to_model_values
 from vesuvius.loader.device import apply_symmetries
-from vesuvius.loader.intensity import intensity_scales, normalised
+from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.plan.make_plan import Split
 from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
@@ -146,7 +146,7 @@ class RealSource:
         locations = _locations(found)[rows]
         shown = [augmentation_of(seed, self.data.plan.augment, row) for row in rows]
         raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
-        values = normalised(raw, self._scales[locations[:, 0]]).numpy()
+        values = normalized(raw, self._scales[locations[:, 0]]).numpy()
         return PatchSet(to_model_values(to_intensities(values, *self.stored_as), self.stored_as[0]), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
@@ -164,7 +164,7 @@ class RealSource:
             if left < 0:
                 break
             raw = torch.from_numpy(data.read_patch("volume", number, box)[None])
-            searched.append(normalised(raw, self._scales[[number]])[0].numpy())
+            searched.append(normalized(raw, self._scales[[number]])[0].numpy())
         return searched
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from vesuvius.diffusion.estimate import Condition
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.loader.device import DeviceFeed, PatchBatch
-from vesuvius.loader.intensity import intensity_scales, normalised, signed_view
+from vesuvius.loader.intensity import intensity_scales, normalized, signed_view
 from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.feeder import Batch
 from vesuvius.stream.start.prepare import IntensityRange
@@ -47,7 +47,7 @@ class Conditioner:
             bits = 8 * raw.element_size() if values.dtype != raw.dtype else 64
             channels = [(values == (v - 2**bits if v >= 2 ** (bits - 1) else v)).float() for v in self._labels]
         else:
-            channels = [normalised(raw, self._scales[list(volumes)])]
+            channels = [normalized(raw, self._scales[list(volumes)])]
         return torch.cat([*channels, torch.ones_like(channels[0])], dim=1)
 
 

@@ -24,7 +24,7 @@ from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.loader.intensity import intensity_scales, normalised, to_device
+from vesuvius.loader.intensity import intensity_scales, normalized, to_device
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.feed import Conditioner
@@ -61,7 +61,7 @@ class ValidationPatches:
     def x_0(self, rows: Sequence[int]) -> Tensor:
         """Model values of these patches: float32 [len(rows), 1, Z, Y, X] on the device.  Not clipped."""
         patches = self._raw(self._fixed.patches, rows).unsqueeze(1)
-        return normalised(patches, self._scales[self._volumes(rows)])
+        return normalized(patches, self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
         stored = self._fixed.conditions
@@ -93,7 +93,7 @@ def measure_spectrum(data: PreparedData, config: DataConfig, intensities: Intens
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count)
     scales = intensity_scales(intensities.volumes)[list(found.volumes)]
-    return Spectrum.of(normalised(torch.from_numpy(found.patches), scales)).augmented(**dict(data.plan.augment))
+    return Spectrum.of(normalized(torch.from_numpy(found.patches), scales)).augmented(**dict(data.plan.augment))
 
 
 @dataclass(frozen=True)
