@@ -37,7 +37,7 @@ from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
-from vesuvius.report.curves import Chart, banded, draw
+from vesuvius.report.curves import COLOURS, Chart, banded, draw
 from vesuvius.report.model import build, comparison, page_of, write_report
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
@@ -202,7 +202,7 @@ def test_the_last_checkpoint_is_not_one_that_the_resume_could_not_use(tmp_path: 
 def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 ranks, 1,000 steps and 3,000 samples of the monitor: 6 MB; kept are 8 bytes of each rank and step."""
+    """32 ranks, 500 steps and 1,500 samples of the monitor: 3 MB; kept are 8 bytes of each rank and step."""
     monkeypatch.setattr(records_module, "_MOST_SYSTEM", 100)
     times = {"node": "gpu-7", "step_s": 2.0, "comm_s": 0.5, "pause_s": 0.0, "trainer_bytes": 3 * GIB, "data_s": 0.123}
     of_all = [times | {"step_s": 2.0 + rank / 10} for rank in range(32)]
@@ -210,11 +210,11 @@ def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
 
     def records() -> Iterator[dict[str, Any]]:
         yield run_start()
-        for n in range(1, 1_001):
+        for n in range(1, 501):
             yield step(n)
             yield {"kind": "ranks", "time": BEGAN + n, "step": n, "slowest": 31, "times": of_all}
 
-    samples = (system(n, time=BEGAN + n / 3, readers=readers, used_gib=7.0 if n == 777 else 2.0) for n in range(3_000))
+    samples = (system(n, time=BEGAN + n / 3, readers=readers, used_gib=7.0 if n == 777 else 2.0) for n in range(1_500))
     run = write_run(tmp_path / "tiny", records(), samples)
     size = sum(file.stat().st_size for file in run.glob("*.jsonl"))
     read_run(run)  # imports
@@ -227,7 +227,7 @@ def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
     assert peak_bytes < size / 3
     report = build(found)
     (ranks,) = [table for table in report.tables if table.title == "Ranks"]
-    assert ranks.rows[31] == ("31", "gpu-7", "3.00 GiB", "4.6 s", "0.500", "1000 of 1000")
+    assert ranks.rows[31] == ("31", "gpu-7", "3.00 GiB", "4.6 s", "0.500", "500 of 500")
     (ram,) = [chart.series[0] for chart in report.charts if chart.key == "ram"]
     assert (ram.high.max(), ram.last) == (pytest.approx(7.7), 2.0), "a spike of one sample stays"
     assert ram.mid.mean() == pytest.approx(2.0, rel=0.01)
@@ -303,6 +303,24 @@ def test_the_first_facts_are_state_progress_time_left_and_checkpoint(tmp_path: P
     assert facts["last checkpoint"].startswith("step 2, 20")
     bare = reported(write_run(tmp_path / "bare", [run_start()])).facts
     assert (bare["time left"], bare["last checkpoint"]) == (NOT_KNOWN, "none was recorded")
+
+
+def test_a_curve_keeps_the_colour_of_its_name_and_no_two_share_one() -> None:
+    names = ("compute", "data wait", *(f"run {number}" for number in range(12)))
+    series = [banded(name, [0, 1], [0, 1]) for name in names]
+    colours = [colour for colour, *_ in draw(Chart("x", "X", "s", tuple(each for each in series if each))).legend]
+    assert colours[:2] == [COLOURS["compute"], COLOURS["data wait"]]
+    assert len({*colours}) == len(names)
+
+
+def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
+    validations = [validation(1, 0.9), validation(2, 0.6), validation(3, 0.7)]
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), step(2), step(3), *validations]))
+    (bins,) = [chart for chart in report.charts if chart.key == "bins"]
+    assert [(s.label, s.mid.tolist()) for s in bins.series] == [
+        ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
+    ]  # fmt: skip
+    assert report.facts["best validation error"] == "0.600 of a linear filter's (step 2)"
 
 
 def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
