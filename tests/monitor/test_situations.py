@@ -292,7 +292,7 @@ SITUATIONS = [
         *("data-bound (decoding)", NOTHING, "the quota of 1.5 cores was used up in 50.0 %"),
     ),
     Situation(
-        "recorded: neighbours keep 6.7 of 8 cores busy",
+        "recorded: neighbors keep 6.7 of 8 cores busy",
         lambda p: recorded(p, hungry(), busy=7.9, readers_s=50.0),
         *("data-bound (decoding)", NOTHING, "other programs use 6.7 of 8 cores"),
     ),

@@ -37,7 +37,7 @@ from vesuvius.commands import runs as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
-from vesuvius.report.curves import COLOURS, Chart, banded, draw
+from vesuvius.report.curves import COLORS, Chart, banded, draw
 from vesuvius.report.model import build, comparison, page_of, write_report
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
@@ -305,12 +305,12 @@ def test_the_first_facts_are_state_progress_time_left_and_checkpoint(tmp_path: P
     assert (bare["time left"], bare["last checkpoint"]) == (NOT_KNOWN, "none was recorded")
 
 
-def test_a_curve_keeps_the_colour_of_its_name_and_no_two_share_one() -> None:
+def test_a_curve_keeps_the_color_of_its_name_and_no_two_share_one() -> None:
     names = ("compute", "data wait", *(f"run {number}" for number in range(12)))
     series = [banded(name, [0, 1], [0, 1]) for name in names]
-    colours = [colour for colour, *_ in draw(Chart("x", "X", "s", tuple(each for each in series if each))).legend]
-    assert colours[:2] == [COLOURS["compute"], COLOURS["data wait"]]
-    assert len({*colours}) == len(names)
+    colors = [color for color, *_ in draw(Chart("x", "X", "s", tuple(each for each in series if each))).legend]
+    assert colors[:2] == [COLORS["compute"], COLORS["data wait"]]
+    assert len({*colors}) == len(names)
 
 
 def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:

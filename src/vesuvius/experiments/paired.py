@@ -1,7 +1,7 @@
 """Comparison of settings measured alternately: the mean difference of their log rates.  Pure.
 
 Settings alternate (A B, B A, A B, ..., or all trials once a round, every other round in reverse), so drift that is slow
-compared with a pair cancels in the difference of two neighbours.  The interval is Student's around the mean difference,
+compared with a pair cancels in the difference of two neighbors.  The interval is Student's around the mean difference,
 corrected for multiple tests: a tune may stop at each of several tests, so each test has the level of Pocock's boundary
 (S. J. Pocock, Biometrika 64, 191, 1977); a bench divides its 5 % among the trials that it compares (Bonferroni).
 """

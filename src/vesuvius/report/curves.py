@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 240
-COLOURS = {
+COLORS = {
     "data wait": 0, "transfer": 1, "compute": 2, "forward": 2, "backward": 3, "optimizer": 4, "other ranks": 5,
     "host": 7, "baseline": 7, "ideal": 7, "best": 6, "generated": 2, "held out": 6, "training": 7,
 }  # fmt: skip
@@ -83,7 +83,7 @@ def banded(
         return None
     last, order = float(mids[-1]), np.argsort(xs, kind="stable")  # a resumed run repeats steps
     xs, mids, lows, highs = (values[order] for values in (xs, mids, lows, highs))
-    # First index of each group of neighbours.
+    # First index of each group of neighbors.
     starts = np.unique(np.linspace(0, len(xs), min(len(xs), points), endpoint=False).astype(np.intp))
     lows, highs = np.minimum.reduceat(lows, starts), np.maximum.reduceat(highs, starts)
     return Series(label, _means(xs, starts), lows, _means(mids, starts), highs, last)
@@ -131,7 +131,7 @@ class Figure:
 
 def draw(chart: Chart) -> Figure:
     """Draw a chart as SVG, with a text alternative."""
-    curves = zip(_colours(chart), chart.series, strict=True)
+    curves = zip(_colors(chart), chart.series, strict=True)
     legend = tuple((color, each.label, _figures(chart, each)) for color, each in curves)
     limits = tuple((name, f"{format_number(value)} {chart.unit}") for name, value in chart.limits)
     largest = _largest(chart)
@@ -139,11 +139,11 @@ def draw(chart: Chart) -> Figure:
     return Figure(chart, _svg(chart), legend, limits, note)
 
 
-def _colours(chart: Chart) -> list[int]:
+def _colors(chart: Chart) -> list[int]:
     """A color for each curve: that of its name, unless another curve has it; they repeat after fourteen."""
     chosen: list[int] = []
     for index, series in enumerate(chart.series):
-        wanted = [COLOURS[series.label]] if series.label in COLOURS else []
+        wanted = [COLORS[series.label]] if series.label in COLORS else []
         free = (each for each in (*wanted, *_OTHERS) if each not in chosen)
         chosen.append(next(free, _OTHERS[index % len(_OTHERS)]))
     return chosen
@@ -189,7 +189,7 @@ def _dress(axes: Axes, chart: Chart) -> None:
 
 
 def _lines(axes: Axes, chart: Chart, top: float) -> None:
-    for number, series in zip(_colours(chart), chart.series, strict=True):
+    for number, series in zip(_colors(chart), chart.series, strict=True):
         color = f"#fe01{number:02x}"
         if (series.high > series.low).any():
             axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.25, linewidth=0)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vesuvius.errors import storage_errors
-from vesuvius.report.curves import COLOURS, POINTS, Chart, draw, thinned
+from vesuvius.report.curves import COLORS, POINTS, Chart, draw, thinned
 from vesuvius.report.records import file_inside
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redact, redacted
@@ -92,7 +92,7 @@ class Bar:
     label: str
     value: float
     text: str  # at the end of the bar
-    color: int = COLOURS["compute"]
+    color: int = COLORS["compute"]
     low: float | None = None
     high: float | None = None
 
@@ -151,7 +151,7 @@ class RunReport:
         if self.bars or not self.parts:
             return self.bars
         bars = (
-            Bar(p.name, p.share, f"{100 * p.share:.1f} %", COLOURS.get(p.name, COLOURS["host"])) for p in self.parts
+            Bar(p.name, p.share, f"{100 * p.share:.1f} %", COLORS.get(p.name, COLORS["host"])) for p in self.parts
         )
         return Bars("Where the time goes", tuple(bars))
 

@@ -143,7 +143,7 @@ def read_run(path: Path) -> RunRecords:
 
 
 class _Merged:
-    """Records of the monitor, of which equally many neighbours are merged, except for the last record."""
+    """Records of the monitor, of which equally many neighbors are merged, except for the last record."""
 
     def __init__(self) -> None:
         self.records, self._size, self._count = list[SystemRecord](), 1, 0

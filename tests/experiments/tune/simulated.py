@@ -44,12 +44,12 @@ class Disturbance:
     noise: float = 0.02  # standard deviation of a step's time
     correlated_steps: float = 50.0
     stalls_s: float = math.inf  # mean time between stalls of 3 s
-    neighbour_s: float = math.inf  # the same of visits of a program, of 20 s each, that slow it down by 30 %
+    neighbor_s: float = math.inf  # the same of visits of a program, of 20 s each, that slow it down by 30 %
 
 
 QUIET = Disturbance()
 STALLS = Disturbance(stalls_s=120.0)
-NEIGHBOUR = Disturbance(neighbour_s=200.0)
+NEIGHBOR = Disturbance(neighbor_s=200.0)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class SimulatedRunner:
             self._drift_at_s = self.now_s + total_s
             piece_s = n * step_s * math.exp(d.drift * self._drift + d.noise * self._noise)
             now_s = self.now_s + total_s
-            if now_s >= self._visited_until_s and self._rng.random() < piece_s / d.neighbour_s:
+            if now_s >= self._visited_until_s and self._rng.random() < piece_s / d.neighbor_s:
                 self._visited_until_s = now_s + self._rng.exponential(20.0)
             piece_s *= 1.3 if now_s < self._visited_until_s else 1.0
             total_s += piece_s + 3.0 * self._rng.poisson(piece_s / d.stalls_s)
@@ -293,7 +293,7 @@ def run_to_end(search: Search, lab: SimulatedRunner) -> Search:
 
 MACHINES = [
     # 5 cores: readers stop scaling there
-    Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01, disturbance=NEIGHBOUR),
+    Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01, disturbance=NEIGHBOR),
     # store latency: requests in flight, then readers
     Machine(
         "data-bound on latency",
@@ -333,7 +333,7 @@ MACHINES = [
         sample_s=0.042,
         launch_s=0.034,
         source=replace(SOURCE, workers=1, accumulate_steps=4),
-        disturbance=NEIGHBOUR,
+        disturbance=NEIGHBOR,
     ),
     Machine(
         "CPU",
@@ -359,7 +359,7 @@ SLOW = Machine(
     vram=(8.0, 50.0),
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
-CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbour_s=60.0)
+CROWDED = Disturbance(drift=0.3, drift_s=60.0, noise=0.4, correlated_steps=30, neighbor_s=60.0)
 BUSY = Machine(
     "busy, 150 ms",
     on_gpu=False,

@@ -75,9 +75,9 @@ def texture(scale: float) -> Texture:
     return measure_texture(np.random.default_rng(0).normal(0, scale, (1, 8, 16, 16)).astype(np.float32))
 
 
-def count(picture: NDArray[np.uint8], colour: tuple[int, int, int]) -> tuple[int, int]:
-    """Pixels of exactly this colour in the left and the right half."""
-    left, right = np.array_split((picture == colour).all(-1), 2, axis=1)
+def count(picture: NDArray[np.uint8], color: tuple[int, int, int]) -> tuple[int, int]:
+    """Pixels of exactly this color in the left and the right half."""
+    left, right = np.array_split((picture == color).all(-1), 2, axis=1)
     return int(left.sum()), int(right.sum())
 
 
@@ -90,7 +90,7 @@ def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
     picture = charts(real=texture(0.5), generated=texture(0.2))
     assert picture.shape == (300, 800, 3)
     assert picture.dtype == np.uint8
-    assert all(number > 100 for colour in (ORANGE, BLUE) for number in count(picture, colour))
+    assert all(number > 100 for color in (ORANGE, BLUE) for number in count(picture, color))
     in_legend = 50
     for value in (math.nan, 0.0):
         flat = measure_texture([np.full((8, 16, 16), value, np.float32)])

@@ -13,7 +13,7 @@ import yaml
 from vesuvius.errors import ConfigError
 from vesuvius.experiments import Ended
 from vesuvius.experiments.paired import Comparison, compare_one_of
-from vesuvius.report.curves import COLOURS, Chart, banded, chart
+from vesuvius.report.curves import COLORS, Chart, banded, chart
 from vesuvius.report.page import Bar, Bars, RunReport, Table, filled
 from vesuvius.runlog.units import format_gib, format_number, format_percent, format_speed, quantile
 
@@ -221,8 +221,8 @@ def _bar(result: Result, results: Sequence[Result]) -> Bar:
     rates, speed, rate = result.rates.values(), result.speed, result.samples_s or 0.0
     text = f"{format_number(rate)}" if speed is None else f"{format_number(rate)}: {format_number(1 + speed.gain)}x"
     is_sure = bool(speed and speed.is_above(0.0))
-    colour = "baseline" if result == results[0] else "best" if is_sure else "compute"
-    return Bar(result.label, rate, text, COLOURS[colour], min(rates), max(rates))
+    color = "baseline" if result == results[0] else "best" if is_sure else "compute"
+    return Bar(result.label, rate, text, COLORS[color], min(rates), max(rates))
 
 
 def _scaling(results: Sequence[Result]) -> list[Chart]:

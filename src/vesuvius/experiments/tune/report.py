@@ -20,7 +20,7 @@ from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.experiments.tune.measurement import Planner, PredictedMemory, Result, Risk, SearchSpace, Setting, in_words
 from vesuvius.experiments.tune.policy import Recommendation, does_not_fit
 from vesuvius.experiments.tune.search import KINDS, Search
-from vesuvius.report.curves import COLOURS
+from vesuvius.report.curves import COLORS
 from vesuvius.report.page import Bar, Bars, RunReport, Table, filled
 from vesuvius.runlog.units import format_count, format_duration, format_gib, format_number, format_percent, format_size
 
@@ -211,13 +211,13 @@ def _bars(options: Sequence[Option], search: Search) -> Bars | None:
     if not before:
         return None
     mark = "" if search.rates.of("run", search.base) else "~"
-    bars = [Bar("unchanged config", before, mark + format_number(before), COLOURS["baseline"])]
+    bars = [Bar("unchanged config", before, mark + format_number(before), COLORS["baseline"])]
     for option in options:
         is_best = option.name[0] == "B"
         if option.samples_s and option.overrides and (is_best or option.overrides != options[1].overrides):
             mark = "" if option.measured else "~"
             text = f"{mark}{format_number(option.samples_s)}: {option.samples_s / before:.2f}x"
-            bars.append(Bar(option.name, option.samples_s, text, COLOURS["best" if is_best else "compute"]))
+            bars.append(Bar(option.name, option.samples_s, text, COLORS["best" if is_best else "compute"]))
     return Bars("Samples/s", tuple(bars), "~ = predicted.  x: speed relative to the unchanged config.")
 
 

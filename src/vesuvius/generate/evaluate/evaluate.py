@@ -23,7 +23,7 @@ from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
 from vesuvius.plan.make_plan import Split
 from vesuvius.report import page
-from vesuvius.report.curves import COLOURS, Chart, banded, chart
+from vesuvius.report.curves import COLORS, Chart, banded, chart
 from vesuvius.report.page import FAIL, PASS, Bar, Bars, Picture, RunReport, Table
 from vesuvius.runlog.records import replace_nonfinite
 from vesuvius.runlog.units import format_percent, format_sizes
@@ -188,7 +188,7 @@ def _bars(metrics: Sequence[Metric]) -> Bars:
     for metric in metrics:
         ratio = abs(metric.distance / metric.floor) if metric.floor else math.nan
         if metric.differs is not None and math.isfinite(ratio):
-            sign, color = (FAIL, COLOURS["data wait"]) if metric.differs else (PASS, COLOURS["best"])
+            sign, color = (FAIL, COLORS["data wait"]) if metric.differs else (PASS, COLORS["best"])
             bars.append(Bar(metric.name, ratio, f"{sign}{ratio:.2g}x", color))
     note = "1x: as far from held-out patches as training patches are.  ✗: farther than chance allows."
     return Bars("Distance from held-out patches, relative to training patches", tuple(bars), note, limit=1.0)

@@ -49,7 +49,7 @@ _SMALLEST_SIDE = 96
 _MOST_STRETCHED = 16  # a size along z that metadata state wrongly would give a picture of gigabytes
 _ASPECT = 1.5  # width to height of a grid, approximately
 _DPI, MIN_WIDTH = 100, 540  # of the curves; a title wraps at this width or that of the grid
-_COLOURS = ("#6ec6ff", "#ffa62b")  # real, generated
+_COLORS = ("#6ec6ff", "#ffa62b")  # real, generated
 _STYLE = dict.fromkeys(("figure.facecolor", "axes.facecolor"), str(BACKGROUND / 255)) | {
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -201,10 +201,10 @@ def with_charts(
         figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        for (name, texture), colour in zip(textures.items(), _COLOURS, strict=True):
-            left.stairs(texture.histogram, edges, color=colour, label=name)
+        for (name, texture), color in zip(textures.items(), _COLORS, strict=True):
+            left.stairs(texture.histogram, edges, color=color, label=name)
             seen = texture.power > 0  # false for NaN; a logarithmic axis shows neither
-            right.plot(texture.frequency[seen], texture.power[seen], color=colour, label=name)
+            right.plot(texture.frequency[seen], texture.power[seen], color=color, label=name)
         used = np.flatnonzero(sum(np.nan_to_num(texture.histogram) for texture in textures.values()))
         if len(used):
             left.set_xlim(edges[used[0]], edges[used[-1] + 1])
