@@ -150,9 +150,7 @@ class RunReport:
     def lead(self) -> Bars | None:
         if self.bars or not self.parts:
             return self.bars
-        bars = (
-            Bar(p.name, p.share, f"{100 * p.share:.1f} %", COLORS.get(p.name, COLORS["host"])) for p in self.parts
-        )
+        bars = (Bar(p.name, p.share, f"{100 * p.share:.1f} %", COLORS.get(p.name, COLORS["host"])) for p in self.parts)
         return Bars("Where the time goes", tuple(bars))
 
     @property
