@@ -30,8 +30,6 @@ Cause = Literal[
 
 # Shares of the working time: waiting is fine below the first, computing above the second.
 _WAITS_GOOD, _COMPUTES_GOOD = 0.15, 0.80
-# More requests that deliver less than this many times the bytes per second bring nothing: the link is saturated.
-_GAINS = 1.1
 # Readers busy for less of the time than the first are not the bottleneck; above the second, a larger queue stays empty.
 _BUSY, _SATURATED = 0.5, 0.9
 # A reader whose CPU use is below this share of its busy time waits for the disk.
@@ -272,7 +270,7 @@ class _Diagnosis:
 
     def _store_too_slow(self, waited: str) -> Verdict:
         """Latency, which more concurrent requests hide, or a saturated link, which nothing hides.  The link's capacity
-        is unknown, so more requests are tried first, unless this run has seen that they bring nothing."""
+        is unknown, so more requests are tried first."""
         w, k = self.w, self.k
         rate, count = w.fetched_bytes_s, max(w.requests, 1)
         request_s = (w.read_s or 0.0) * k.requests / count
@@ -283,11 +281,7 @@ class _Diagnosis:
         if retried:
             evidence += f", {_percent(w.retries / count)} of the requests retried"
             requests = k.requests // 2
-        fewer, before_bytes_s = k.with_fewer_requests or (0, 0.0)
-        is_saturated = fewer > 0 and rate < _GAINS * before_bytes_s
-        if is_saturated:
-            evidence += f", {format_rate(before_bytes_s)} with data.store.requests={fewer}"
-        if retried or (not is_saturated and k.requests < _REQUESTS_MOST):
+        if retried or k.requests < _REQUESTS_MOST:
             return self._data("store latency", evidence, "", f"data.store.requests={requests}")
         copy = "copy the volume to a local disk (`vesuvius volume copy`)"
         advice = copy if k.cached else f"set data.store.cache_dir to a folder on a local disk, or {copy}"

@@ -112,6 +112,4 @@ class Knobs:
     cached: bool  # whether `data.store.cache_dir` is set
     threads: int | None = None  # computing threads of a trainer on a CPU; None = unknown
     resident: bool = False  # whether volumes are kept in memory and the trainer reads the rest, without readers
-    # the next lower `requests` with which this session ran as many readers, and the bytes per second that they fetched
-    with_fewer_requests: tuple[int, float] | None = None
     memory_is_short: bool = False  # rules out more readers or prefetched batches

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
@@ -57,7 +57,6 @@ class Verdicts:
         self._reader_deaths = 0
         self._held = False
         self._vram_bytes: tuple[int, int] | None = None
-        self._fetched: dict[tuple[int, int], float] = {}  # by workers and requests: bytes per second
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -127,11 +126,7 @@ class Verdicts:
     def _judge(self) -> Verdict:
         run = self._run
         window, knobs = self._window(), _knobs(run, self._stream, self._machine.memory_is_short())
-        lower = [n for workers, n in self._fetched if workers == knobs.workers and n < knobs.requests]
-        before = (fewer := max(lower), self._fetched[knobs.workers, fewer]) if lower else None
-        verdict = diagnose(window, replace(knobs, with_fewer_requests=before))
-        if verdict.cause in ("store latency", "reading"):
-            self._fetched[knobs.workers, knobs.requests] = window.fetched_bytes_s
+        verdict = diagnose(window, knobs)
         command = f"; to find the best setting: {run.directory.tune_command}" if verdict.overrides else ""
         log.info("%s%s", verdict.line(self._step, run.config.stop_step), command)
         run.metrics.write("verdict", step=self._step, **verdict.record())
