@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,28 +108,6 @@ def test_a_passed_on_quarantine_gives_the_same_bytes_without_reading_again(serve
     assert patches == expected
     assert again == records
     assert server.asked_for(torn)["1/1/1"] == 0
-
-
-CAUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "corrupt": ({"kind": "corrupt"}, "Error: "),
-    "too short": ({"kind": "status", "status": 416}, r"416 Range Not Satisfiable for 1/1/1 in http://"),
-}
-
-
-@pytest.mark.parametrize("cause", CAUSES)
-def test_damage_is_quarantined_with_its_cause(server: ChunkServer, sound: Path, torn: Path, cause: str) -> None:
-    rule, words = CAUSES[cause]
-    expected, records = patches_of(make_job(torn))
-    server.set_faults([rule | {"path": "sound.zarr/1/1/1"}])
-    server.reset()
-    patches, found = patches_of(make_job(server.url_of(sound)))
-    assert patches == expected
-    assert [record["box"] for record in found] == [record["box"] for record in records]
-    for record in found:
-        assert (record["volume"], record["number"], record["chunk"]) == (server.url_of(sound), 0, [1, 1, 1])
-        assert re.search(words, record["cause"])
-    tries = 2 if cause == "too short" else 1  # what may be a fault of the protocol is asked for once more
-    assert server.reads_of(sound)["1/1/1"] <= tries + 2, "with its region, then by itself; never again"
 
 
 @pytest.mark.parametrize("limit", [0, 2])
