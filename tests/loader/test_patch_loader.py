@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 import vesuvius
 from tests.conftest import textured, write_array
-from tests.support.forked import in_child
 from vesuvius import ConfigError, DataConfig, PatchBatch, PatchLoader, PatchStream, VolumeConfig
 from vesuvius.config import AugmentConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
@@ -378,23 +377,6 @@ def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) ->
         assert same(islice(loader, 2), islice(plain, 2)) == 2
         state = json.loads(json.dumps(loader.state_dict()))
         assert state == plain.state_dict()
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_does_not_end_its_parents_readers(volume: Path) -> None:
-    """As a worker of any DataLoader does not, when its interpreter exits or it drops its copy of the loader."""
-    with load(volume, length=4) as loader, load(volume, length=4) as other:
-        batches = iter(loader)
-        first = next(batches)
-        before = loader.stream._source
-        assert before is not None
-
-        def act() -> None:
-            loader.stream.close()
-            assert loader.stream._source is before
-
-        assert in_child(act) == 0
-        assert same([first, *batches], other) == 4
 
 
 # ---- in a DataLoader

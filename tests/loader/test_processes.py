@@ -155,7 +155,7 @@ class Reads(Dataset[list[int]]):
         return [sample.index for sample in next(iter(self.loader)).samples]
 
 
-@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("opened", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_worker_of_a_data_loader_or_a_forked_child_is_refused(volume: Path, opened: bool) -> None:
     with load(volume, length=4) as loader, PatchStream(loader._job, StreamOptions(4, workers=0)) as stream:
         if opened:
