@@ -31,7 +31,7 @@ from tests.support import fork_server, orphans
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import TINY_TRAINING, tiny_sections
-from vesuvius.monitor.probes import files
+from vesuvius.monitor.probes import cgroup
 from vesuvius.runlog.logfile import _TerminalHandler
 
 # Before a test imports torch.  Tiny networks gain nothing from a second thread and lose much if other work runs
@@ -186,7 +186,7 @@ def _package_log_as_at_the_start() -> Iterator[None]:
 def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the probes and psutil read this machine again after a test with a recorded one (`system_trees`)."""
     monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc")
-    monkeypatch.setattr(files, "SYSFS_PATH", Path("/sys"))
+    monkeypatch.setattr(cgroup, "SYSFS_PATH", Path("/sys"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -201,7 +201,7 @@ def test_a_hung_run_differs_from_a_slow_and_a_validating_one(tmp_path: Path) -> 
         process.send_signal(signal.SIGSTOP)
         stopped = state(1.0, 0)
         assert (stopped["state"], stopped["exit_code"]) == ("hung", 10)
-        assert "it is stopped (SIGSTOP)" in stopped["state_text"]
+        assert "is stopped (SIGSTOP" in stopped["state_text"]
 
 
 def test_runs_on_another_machine_or_without_a_session_are_shown_from_their_files(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from vesuvius.monitor.probes import files
+from vesuvius.monitor.probes import cgroup
 
 NO_LIMIT_V1 = 9223372036854771712
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,7 +37,7 @@ class Roots:
 def empty_roots(directory: Path) -> Roots:
     """A machine without memory in use, a memory cgroup or processes."""
     roots = Roots(directory / "proc", directory / "sys")
-    psutil.PROCFS_PATH, files.SYSFS_PATH = str(roots.proc), roots.sys
+    psutil.PROCFS_PATH, cgroup.SYSFS_PATH = str(roots.proc), roots.sys
     if not (roots.proc / "meminfo").exists():
         write_machine(roots, total=64 * 2**30, available=64 * 2**30)
     return roots

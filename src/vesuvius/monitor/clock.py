@@ -17,8 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Part = Literal["forward", "backward", "optimizer", "comm"]
-"""Parts of the device's work.  Preparing a batch on the device (cast, normalise, mirror) counts as "forward", clipping
-and weight averages count as "optimizer", and "comm" is waiting for other ranks."""
+"""Parts of the device's work: preparing a batch is "forward", clipping and weight averages are "optimizer"."""
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "pause")
 
@@ -52,15 +51,15 @@ class StepTimes:
 
 
 def untimed(part: Part) -> AbstractContextManager[None]:
-    """Stand-in for a clock that times nothing."""
+    """Stand-in for a clock."""
     return nullcontext()
 
 
 class HostClock:
     """Times steps by the host's clock, for a device that is the host.
 
-    Enter the context managers around the parts of a step, any number of times but not nested, then call `step_done`.
-    Work between two steps (`pausing`) belongs to the later one.
+    Enter the context managers around the parts of a step, not nested, then call `step_done`.  Work between two steps
+    (`pausing`) belongs to the later one.
     """
 
     def __init__(self) -> None:
@@ -102,8 +101,7 @@ def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = tim
         spent[name] += now() - started
 
 
-_Span = tuple[torch.cuda.Event, torch.cuda.Event]
-"""Begin and end of some work of the device."""
+_Span = tuple[torch.cuda.Event, torch.cuda.Event]  # begin and end of some work of the device
 
 
 @dataclass
@@ -126,17 +124,12 @@ class _Computed(NamedTuple):
 class CudaClock:
     """Times steps by the device's clock, without a synchronize per step; used like `HostClock`.
 
-    Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
-    between two spans of computing is split by what the host did between queueing them: copies within the gap are h2d_s,
-    then the host's wait is data_s, and the rest is other_s, of which the host's pause is pause_s.  Waits hidden behind
-    computing count as 0, with one exception: the device's clock does not show when the host waited, so a hidden wait
-    counts if its gap exists for another reason, such as launching kernels.
+    Each gap between two spans of computing is split by what the host did between queueing them: copies within the gap
+    are h2d_s, then the host's wait is data_s, and the rest is other_s, of which the host's pause is pause_s.  Waits
+    hidden behind computing count as 0, unless their gap exists for another reason, such as launching kernels: the
+    device's clock does not show when the host waited.
 
-    Events are reused once their step has been read, so their number is bounded by the steps in flight.
-
-    Args:
-        new_event: makes an event with timing enabled.
-        now: host clock, in seconds.
+    Events are reused once their step has been read.  `now` is the host's clock, in seconds.
     """
 
     def __init__(
@@ -204,7 +197,6 @@ class CudaClock:
 
 
 def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
-    """Read the events of a finished step."""
     step_s = left_s = _seconds(end_before, step[-1].end)
     spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
@@ -245,5 +237,5 @@ StepClock = HostClock | CudaClock
 
 
 def make_clock(device: torch.device) -> StepClock:
-    """Return the clock for a device.  The first step begins now."""
+    """The first step begins now."""
     return CudaClock() if device.type == "cuda" else HostClock()

@@ -32,7 +32,6 @@ _LAST_S = 60.0
 _NEARLY_FULL = 0.9
 _AT_ONCE_S = 60.0  # kills counted over a longer time may be later ones, of other programs
 _NOTICED_S = 1.0  # delay with which Ray and the monitor notice an end
-_EVENTS_SHOWN = 2
 _LONGEST = 300  # characters of a line of evidence
 _EVERY_S = 10.0
 _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i killed"
@@ -102,7 +101,7 @@ def death_lines(death: Death) -> list[str]:
 
 
 def _table(samples: Samples) -> list[str]:
-    """Tabulate the memory of the last minute, a line per ten seconds."""
+    """Tabulate the memory of the last minute."""
     if not samples:
         return ["  no memory samples were kept"]
     end = samples[-1].time
@@ -215,7 +214,7 @@ def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
         cause, evidence = _classify(session, last, last, _counts_for(session))
     evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
     events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
-    said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-_EVENTS_SHOWN:]]
+    said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-2:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
     remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
     return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(samples, seen), remedy)

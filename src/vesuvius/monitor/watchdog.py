@@ -42,7 +42,6 @@ class Watchdog:
         stacks: folder for stacks, created on first use.
         record: writes a record to `metrics.jsonl`: its kind, then its fields.
         step: returns the last finished optimizer step and the final one.
-        now: clock, in seconds.
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class Watchdog:
         step, last = self._step()
         line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
-        heard = {"event": "hung", "what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
+        event = {"event": "hung", "what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
         _write_all(
             lambda: self._dump(path, text),
             lambda: log.error("%s; the run keeps waiting, and stopping it saves step %d", line, step),
             lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]),
-            lambda: self._record("event", **fields, **heard),
+            lambda: self._record("event", **fields, **event),
         )
 
     def _report_recovered(self, expected: _Expected) -> None:

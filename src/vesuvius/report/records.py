@@ -21,7 +21,7 @@ from vesuvius.config.describe import SAME_SPEED
 from vesuvius.config.yaml_source import read_yaml
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.post_mortem import Death, deaths_of, headline, is_of_session
-from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.probes.cgroup import read_text
 from vesuvius.monitor.samples import spreads
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_record

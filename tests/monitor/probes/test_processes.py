@@ -200,4 +200,4 @@ def test_shared_memory_without_a_readable_file_is_the_largest_touched_size(roots
     write_process(roots, 11, parent=10, shmem=5 * MIB)
     tree = ProcessTree(10)
     tree.sample()
-    assert tree.shared_bytes() == 5 * MIB
+    assert tree.shared_bytes() == (5 * MIB, 0)

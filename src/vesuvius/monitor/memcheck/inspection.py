@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.memory.risk import Level, RiskWatch
@@ -36,11 +34,6 @@ _SYSTEM_BYTES = 2**20  # some hours of records
 _RECENT_STEPS = 200
 _FRESH_S = 30.0
 _MONITOR_LATE_S = 15.0
-_PROCESS_STATES = {
-    psutil.STATUS_STOPPED: "; it is stopped (SIGSTOP); kill -CONT resumes it",
-    psutil.STATUS_TRACING_STOP: "; a debugger has stopped it",
-    psutil.STATUS_DISK_SLEEP: "; it waits for a disk",
-}
 
 
 class Part(NamedTuple):
@@ -158,7 +151,10 @@ def inspect_run(directory: Path) -> Inspection:
     Raises VesuviusError: a record has a value of the wrong type.
     """
     try:
-        return _inspect(directory)
+        run = RunFiles(directory)
+        if (trainer := run.trainer()) is None:
+            run = RunFiles(directory)  # it may have ended since the files were read
+        return run.inspection(trainer, deaths_of(directory), time.time())
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise VesuviusError(
             f"cannot read the records of {directory}: a line of its .jsonl files has a wrong value "
@@ -166,70 +162,11 @@ def inspect_run(directory: Path) -> Inspection:
         ) from error
 
 
-def _inspect(directory: Path) -> Inspection:
-    run, now = RunFiles(directory), time.time()
-    if (trainer := _trainer_of(run.session)) is None:
-        run = RunFiles(directory)  # it may have ended since the files were read
-    session, sample, remarks = run.session, run.last, list[str]()
-    state, text = run.state(trainer, now)
-    if trainer is not None and session is not None:
-        silent_s = now - (sample.time if sample else session.begin_time)
-        if silent_s > _MONITOR_LATE_S:
-            remarks.append(f"the run's own monitor has been silent for {format_duration(silent_s)}")
-        if sample is None or remarks:
-            sample = _seen_from_outside(session)
-    elif sample is not None:
-        remarks.append(f"figures from {format_time(sample.time)}")
-    is_fresh = trainer is not None or (state == "elsewhere" and sample and abs(now - sample.time) <= _FRESH_S)
-    deaths = [d for d in deaths_of(directory) if session is not None and is_of_session(d, session)]
-    found = Inspection(
-        now,
-        "run",
-        f"run {directory.name}",
-        state,
-        text,
-        stalled=state == "hung" or (state == "elsewhere" and run.watchdog is not None),
-        sample=sample,
-        is_live=trainer is not None,
-        peaks=run.peaks(),
-        peaks_since=run.since,
-        level=Level[sample.risk] if sample and is_fresh else None,
-        reason=sample.reason if sample and is_fresh else "",
-        limits=sample.limits if sample else (),
-        steps=run.steps_at(now),
-        kills=run.kills(sample, state, deaths),
-        deaths=tuple(death_line(each) for each in deaths if each.cause != "guard" and not each.is_for_memory),
-        remarks=tuple(remarks),
-    )
-    guard = next((d for d in deaths if d.cause == "guard" and session and session.end_time is not None), None)
-    if guard is None:
-        return found
-    text += "" if run.end_cause else ": ended by the memory guard"
-    found = replace(found, state_text=text, remarks=(guard.remedy, *found.remarks))
-    return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1]))
-
-
-def _trainer_of(session: SessionRecord | None) -> ProcessUse | None:
-    """Return the trainer of a session in progress; None if it is dead, or cannot be seen from here."""
-    if session is None or session.end_time is not None or not is_alive(session):
-        return None
-    return read_process(session.pid)
-
-
-def _seen_from_outside(session: SessionRecord) -> MemorySample | None:
-    """Sample a living run whose monitor is silent; None if it has just ended."""
-    try:
-        system = Watcher(session.pid).sample()
-    except ProcessLookupError:
-        return None
-    readers = {each.pid: each.anon_bytes for each in system.processes[1:] if each.is_reader}
-    return MemorySample.of(system, RiskWatch(session.limits).add(system), readers)
-
-
 class RunFiles:
     """The files of the latest session, as they are now."""
 
     def __init__(self, directory: Path) -> None:
+        self._name = directory.name
         self.session = read_session(directory / "session.json")
         begin = self.session.begin_time if self.session else -math.inf
         self._metrics = [r for r in Tail(directory / "metrics.jsonl").new() if r["time"] >= begin]
@@ -241,13 +178,54 @@ class RunFiles:
         work_s = [r["step_s"] - (r.get("pause_s") or 0.0) for r in recent]
         self._step_s_p95 = quantile(work_s, 0.95) if work_s else None
         self._step = steps[-1] if steps else None
-        end = self._metrics[-1] if self._metrics else None
-        self._sign_time = end["time"] if end else None  # of any record: validation takes longer than a step
-        # Of the first memory record.
-        self.since = min([r["time"] for r in self._system] + [sample.time for sample in self._recent], default=None)
-        # Why the session ended, as it recorded; what it hangs in according to its watchdog, and since when.
-        self.end_cause = str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
-        self.watchdog = _watchdog(self._metrics)
+        self._watchdog = _watchdog(self._metrics)
+
+    def trainer(self) -> ProcessUse | None:
+        """Return the trainer of a session in progress; None if it is dead, or cannot be seen from here."""
+        session = self.session
+        if session is None or session.end_time is not None or not is_alive(session):
+            return None
+        return read_process(session.pid)
+
+    def inspection(self, trainer: ProcessUse | None, all_deaths: Sequence[Death], now: float) -> Inspection:
+        session, sample, remarks = self.session, self.last, list[str]()
+        state, text = self._state(trainer, now)
+        if trainer is not None and session is not None:
+            silent_s = now - (sample.time if sample else session.begin_time)
+            if silent_s > _MONITOR_LATE_S:
+                remarks.append(f"the run's own monitor has been silent for {format_duration(silent_s)}")
+            if sample is None or remarks:
+                sample = _seen_from_outside(session)
+        elif sample is not None:
+            remarks.append(f"figures from {format_time(sample.time)}")
+        is_fresh = trainer is not None or (state == "elsewhere" and sample and abs(now - sample.time) <= _FRESH_S)
+        deaths = [death for death in all_deaths if session is not None and is_of_session(death, session)]
+        times = [r["time"] for r in self._system] + [sample.time for sample in self._recent]
+        found = Inspection(
+            now,
+            "run",
+            f"run {self._name}",
+            state,
+            text,
+            stalled=state == "hung" or (state == "elsewhere" and self._watchdog is not None),
+            sample=sample,
+            is_live=trainer is not None,
+            peaks=self.peaks(),
+            peaks_since=min(times, default=None),
+            level=Level[sample.risk] if sample and is_fresh else None,
+            reason=sample.reason if sample and is_fresh else "",
+            limits=sample.limits if sample else (),
+            steps=self.steps_at(now),
+            kills=self._kills(sample, state, deaths),
+            deaths=tuple(death_line(each) for each in deaths if each.cause != "guard" and not each.is_for_memory),
+            remarks=tuple(remarks),
+        )
+        guard = next((d for d in deaths if d.cause == "guard" and session and session.end_time is not None), None)
+        if guard is None:
+            return found
+        text += "" if self._end_cause() else ": ended by the memory guard"
+        found = replace(found, state_text=text, remarks=(guard.remedy, *found.remarks))
+        return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1]))
 
     def steps_at(self, now: float) -> dict[str, Any]:
         """Progress of the run, for `Inspection.steps`."""
@@ -259,17 +237,22 @@ class RunFiles:
             "verdict": verdicts[-1] if verdicts else None,
         }
 
-    def state(self, trainer: ProcessUse | None, now: float) -> tuple[State, str]:
+    def _end_cause(self) -> str:
+        """Why the session ended, as it recorded."""
+        end = self._metrics[-1] if self._metrics else None
+        return str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
+
+    def _state(self, trainer: ProcessUse | None, now: float) -> tuple[State, str]:
         """Return the state and a text for people; `trainer` is None if the run has ended or is elsewhere."""
         session = self.session
         if session is None:
             return "unknown", "no session.json: the run has not started, or an older version wrote it"
         if session.end_time is not None:
-            cause = f": {self.end_cause}" if session.exit_code and self.end_cause else ""
+            cause = f": {self._end_cause()}" if session.exit_code and self._end_cause() else ""
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}{cause}"
         if trainer is not None:
             if hung := self._hung(trainer, now):
-                return "hung", hung + _PROCESS_STATES.get(trainer.status, "")
+                return "hung", hung
             return "running", f"process {trainer.pid} is running" + ("" if self._step else ", no step yet")
         if is_alive(session) is False:
             seen = f"; last seen {format_time(self.last.time)}" if self.last else ""
@@ -279,27 +262,26 @@ class RunFiles:
 
     def _hung(self, trainer: ProcessUse, now: float) -> str:
         """Return why a living run counts as hung; '' if it does not."""
-        if self.watchdog is not None:
-            return f"{self.watchdog[0]}, since {format_time(self.watchdog[1])}"
         if trainer.is_stopped:
-            return f"process {trainer.pid} is stopped"
-        if self._sign_time is None or self._step_s_p95 is None:
+            return f"process {trainer.pid} is stopped (SIGSTOP or a debugger); kill -CONT resumes it"
+        if self._watchdog is not None:
+            return f"{self._watchdog[0]}, since {format_time(self._watchdog[1])}"
+        if not self._metrics or self._step_s_p95 is None:
             return ""
-        what, silent_s = silence(self.last, self._sign_time, now)
+        # Of any record: validation takes longer than a step.
+        what, silent_s = silence(self.last, self._metrics[-1]["time"], now)
         if silent_s <= max(_HUNG_AFTER_S, _HUNG_AFTER_P95 * self._step_s_p95):
             return ""
         usual = f"95 % of the steps take less than {format_duration(self._step_s_p95)}"
         return f"no {what} for {format_duration(silent_s)}, although {usual}"
 
-    def kills(self, sample: MemorySample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
+    def _kills(self, sample: MemorySample | None, state: State, deaths: Sequence[Death]) -> tuple[str, ...]:
         """Return the evidence of OOM kills in this session, a line each.
 
         The cgroup's count is preferred, as the machine's includes other users' processes.
         """
         lines = tuple(death_line(death) for death in deaths if death.is_for_memory)
-        if (
-            self.session is None or sample is None or state == "died"
-        ):  # its post-mortem knows: later kills are of others
+        if self.session is None or sample is None or state == "died":  # its post-mortem says: later kills are of others
             return lines
         rise = KillCounts.of(sample).since(KillCounts.of(self.session))
         count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
@@ -320,6 +302,16 @@ class RunFiles:
             if is_number(size):
                 peaks[name] = max(peaks.get(name, 0.0), size)
         return peaks
+
+
+def _seen_from_outside(session: SessionRecord) -> MemorySample | None:
+    """Sample a living run whose monitor is silent; None if it has just ended."""
+    try:
+        system = Watcher(session.pid).sample()
+    except ProcessLookupError:
+        return None
+    readers = {each.pid: each.anon_bytes for each in system.processes[1:] if each.is_reader}
+    return MemorySample.of(system, RiskWatch(session.limits).add(system), readers)
 
 
 def silence(last: MemorySample | None, sign_time: float, now: float) -> tuple[str, float]:

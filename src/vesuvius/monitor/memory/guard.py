@@ -37,8 +37,8 @@ class LoopStatus:
 class Order:
     """Something the loop must do after the current step."""
 
-    # drop: release the volumes kept in memory; restart: restart the readers
-    # unchanged; shrink: continue with half the prefetch and one reader fewer; exit: save and exit
+    # drop the volumes kept in memory; restart the readers unchanged; continue with half the prefetch and one reader
+    # fewer; save and exit
     action: Action
     reason: str  # the figures behind it, for people
 
@@ -64,10 +64,7 @@ class Guard:
         self._beyond_exit_since_s: float | None = None
 
     def next_action(self, time_s: float, risk: Risk, loop: LoopStatus) -> Order | None:
-        """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW.
-
-        `time_s` is that of the sample, by any clock.
-        """
+        """Return the pending order; it is repeated until carried out, replaced by an exit, or the risk is LOW."""
         helped = [limit for limit in risk.ours if shrinking_helps(limit, self._policy)]
         if risk.level is Level.LOW or not helped:
             self._order = self._beyond_exit_since_s = None

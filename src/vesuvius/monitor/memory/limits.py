@@ -59,10 +59,7 @@ class MemoryLimit:
 def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int) -> float | None:
     """Return the share of memory, 0 to 1, at which Ray's monitor kills; None if the environment switches it off.
 
-    As in Ray 2.60 (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or, if
-    RAY_min_memory_free_bytes is set, the higher of that and the total minus so many bytes;
-    RAY_memory_monitor_refresh_ms=0 switches it off.  Values that are not numbers are ignored.  `total_bytes` is the
-    memory as Ray counts it (`ray_memory`).
+    As in Ray 2.60 (`ThresholdMemoryMonitor`); values that are not numbers are ignored.  `total_bytes`: see `ray_memory`.
     """
     if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
         return None
@@ -84,9 +81,8 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
 def limits_of(sample: SystemSample, policy: MemoryPolicy) -> tuple[MemoryLimit, ...]:
     """Return all limits, the one with least memory left first; the machine itself is always among them.
 
-    Shares of the machine are of its memory without swap, beyond which a run crawls, but processes are killed only once
-    free swap is full.  Likewise a cgroup's processes are killed only once its swap is used up.  Limits above the
-    machine's memory are ignored.
+    Shares are of memory without swap, beyond which a run crawls, but the machine and a cgroup kill only once the swap
+    that is free to them is full.  Limits above the machine's memory are ignored.
     """
     machine = sample.machine
     free_swap = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
@@ -115,9 +111,8 @@ def ray_memory(sample: SystemSample) -> tuple[int, int]:
     """Return used and total bytes as counted by the memory monitor of Ray 2.60 (`memory_monitor_utils.cc`).
 
     Ray takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
-    container sees its own limit there, a process in a slice of the machine does not).  Use is the machine's total less
-    available, or everything the cgroup is charged for except file pages; this includes the kernel's reclaimable caches
-    of file names.  Swap is not counted; RAY_count_swap_in_memory_monitor is ignored here.
+    container sees its own limit there, a process in a slice of the machine does not), and counts everything that the
+    cgroup is charged for except file pages, with the kernel's reclaimable caches of file names.  Swap is not counted.
     """
     used, total = sample.machine.used_bytes, sample.machine.total_bytes
     for level in sample.cgroup.levels if sample.cgroup else ():

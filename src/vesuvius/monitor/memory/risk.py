@@ -38,7 +38,7 @@ _CLOCK_JUMP_S = 60.0  # a longer gap between samples: the machine slept, or its 
 class Trend:
     """Theil-Sen slope in bytes per second, with Sen's interval (1968), over `seen_s` seconds.
 
-    For independent noise the interval covers 95 %; that of memory is not, so it covers less.
+    For independent noise the interval covers 95 %; noise of memory is not, so it covers less.
     """
 
     bytes_per_s: float
@@ -140,8 +140,6 @@ _LEAST_GROWTH_BYTES = 16e6  # smaller growth is not reported: noise passes the t
 
 
 class Level(IntEnum):
-    """Level of risk."""
-
     LOW = 0
     WARN = 1
     CRITICAL = 2
@@ -149,9 +147,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Exhaustion:
-    """Seconds until a limit is reached at the present growth, with the range by Sen's interval."""
+    """Seconds until a limit is reached: at the fastest, median and slowest growth of Sen's interval."""
 
-    # earliest_s, likely_s, latest_s: at the fastest, median and slowest growth of the interval
     earliest_s: float
     likely_s: float
     latest_s: float
@@ -169,9 +166,8 @@ class Exhaustion:
 class Risk:
     """Risk at one sample."""
 
-    # level, reason: for people; the reason names the figure
     level: Level
-    reason: str
+    reason: str  # for people
     # first those reached within ten minutes at the present growth, by time; then the others, by bytes left
     limits: tuple[MemoryLimit, ...]
     trend: Trend | None  # of the use of the first limit; None = no trend, or too early
@@ -197,8 +193,8 @@ class RiskWatch:
     """Judges the risk of successive samples.
 
     The level follows from the largest share of a limit (`used_share`) or from the time that firm growth leaves,
-    whichever is worse.  It rises at once and falls only after memory stayed slightly below the threshold for ten
-    seconds, so that a sawtooth does not make it flap.  Growth is not judged in the first `warmup_s`.
+    whichever is worse.  It falls only after memory stayed slightly below the threshold for ten seconds, so that a
+    sawtooth does not make it flap.  Growth is not judged in the first `warmup_s`.
     """
 
     def __init__(self, policy: MemoryPolicy, warmup_s: float = 30.0) -> None:
@@ -233,13 +229,9 @@ class RiskWatch:
         growing = self._growing(sample)
         trends = {name: series.trend for name, series in self._of_limit.items()}
         left = {limit.name: _exhaustion(limit, trends[limit.name]) for limit in limits}
-
-        def nearness(limit: MemoryLimit) -> tuple[bool, float]:
-            first = left[limit.name]
-            soon = first is not None and first.within_s <= _FIRST_WITHIN_S
-            return (False, first.likely_s) if first is not None and soon else (True, limit.left_bytes)
-
-        limits.sort(key=nearness)
+        limits.sort(key=lambda limit: limit.left_bytes)
+        soon = {name: each.likely_s for name, each in left.items() if each and each.within_s <= _FIRST_WITHIN_S}
+        limits.sort(key=lambda limit: soon.get(limit.name, math.inf))  # stable
         trend, exhaustion = trends[limits[0].name], left[limits[0].name]
         level = self._next_level(sample.time, largest_share(limits, self._policy), exhaustion)
         own = self._own.trend

@@ -1,4 +1,7 @@
-"""Reads cgroups, version 2 and 1: limits, use without page cache, and kills by the kernel."""
+"""Reads cgroups, version 2 and 1: limits, use without page cache, and kills by the kernel.
+
+Also small files of /proc (`psutil.PROCFS_PATH`) and /sys, which may vanish at any time.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from vesuvius.monitor.probes import files
-from vesuvius.monitor.probes.files import read_counts, read_text
-
+SYSFS_PATH = Path("/sys")
 # Version 1 expresses "no limit" as the largest multiple of the page size.
 _NO_LIMIT_BYTES = 2**60
 
@@ -69,12 +70,9 @@ _V1 = _Names(
 def read_cgroup(pid: int) -> CgroupUse | None:
     """Read the memory cgroup of a process; None if there is none or it cannot be read.
 
-    Used memory is what the kernel cannot reclaim: private memory (version 2 `anon`, version 1 `total_rss`) and shared
-    memory (`shmem`, `total_shmem`).  Page cache, dirty or not, is not counted: it can be written and dropped.  Kernel
-    memory counts without its caches of file names (`slab_reclaimable`, see `_unreclaimable_v2`).  Version 1 reports
-    only one sum of it, mostly such caches, which is ignored.
-
-    Reads about ten small files.
+    Used memory is what the kernel cannot reclaim: private and shared memory, and in version 2 kernel memory without its
+    caches of file names.  Version 1 reports only one sum of it, mostly such caches, which is ignored.  Page cache, dirty
+    or not, can be written and dropped.  Reads about ten small files.
     """
     version, chain = cgroup_chain(pid, "memory")
     names = _V2 if version == 2 else _V1
@@ -107,11 +105,9 @@ def read_cgroup(pid: int) -> CgroupUse | None:
 def _unreclaimable_v2(stat: Mapping[str, int]) -> int:
     """Return private, shared and huge pages, socket buffers, and unreclaimable kernel memory.
 
-    `memory.current` is `anon` + `file` (with `shmem`) + `kernel` + `sock` + `hugetlb` (if it is charged).
-    Everything else in the file is part of one of these: of `kernel` its stacks, page tables, `percpu`, `vmalloc`,
-    `slab` and, although undocumented, `sec_pagetables` and `zswap`, which are charged as the
-    kernel's.  `zswapped` is what the pages in zswap would take uncompressed.  Kernels before 5.18 give the parts of
-    `kernel` alone.
+    `memory.current` is `anon` + `file` (with `shmem`) + `kernel` + `sock` + `hugetlb` (if it is charged).  Everything
+    else is part of one of these: of `kernel` its stacks, page tables, `percpu`, `vmalloc`, `slab` and, although
+    undocumented, `sec_pagetables` and `zswap`.  Kernels before 5.18 give the parts of `kernel` alone.
     """
     parts = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
     kernel = stat.get("kernel", sum(stat.get(part, 0) for part in parts))
@@ -188,5 +184,24 @@ def _mounts(version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
         if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
             root, point = (field.replace("\\040", " ") for field in fields[3:5])
             inside = Path(point).is_relative_to("/sys")
-            mounts.append((files.SYSFS_PATH / Path(point).relative_to("/sys") if inside else Path(point), root))
+            mounts.append((SYSFS_PATH / Path(point).relative_to("/sys") if inside else Path(point), root))
     return mounts
+
+
+def read_text(path: Path | str) -> str | None:
+    """Read a file; None if it does not exist or is not readable."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+
+
+def read_counts(path: Path | str) -> dict[str, int]:
+    """Read a file with a name and an integer per line, such as `memory.stat`; other lines are ignored."""
+    counts = {}
+    for line in (read_text(path) or "").splitlines():
+        name, _, figure = line.partition(" ")
+        if figure.strip().isdigit():
+            counts[name] = int(figure)
+    return counts

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from vesuvius.monitor.probes.cgroup import cgroup_chain
-from vesuvius.monitor.probes.files import read_counts, read_text
+from vesuvius.monitor.probes.cgroup import cgroup_chain, read_counts, read_text
 
 
 @dataclass(frozen=True)

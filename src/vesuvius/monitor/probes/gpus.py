@@ -116,7 +116,7 @@ class Gpus:
         return GpuUse(index, uuid, name, *figures)
 
     def _ask(self, function: str, *arguments: object, read: Callable[[Any], Any] = lambda found: found) -> Any:
-        """Query NVML; None if that fails in any way: unsupported, not in this nvidia-ml-py, broken text, no value."""
+        """Query NVML; None if that fails in any way: unsupported, broken text, no value."""
         try:
             return read(getattr(self._nvml, function)(*arguments))
         except Exception:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.probes.cgroup import read_text
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _NAME_LENGTH = 60
@@ -54,14 +54,12 @@ class ProcessUse:
 class ProcessTree:
     """Samples a process and its descendants repeatedly.
 
-    Each sample lists the machine's processes and reads the parents of new ones alone, so that other users' thousands of
-    processes cost nothing.  Every five seconds, and whenever a process is found, it reads the titles, mappings and open
-    files of shared memory of the members.  A descendant remains a member when its parent ends.  As pids are reused, a
-    new member must have a living member as its parent.
+    Each sample reads the parents of the machine's new processes alone, so that other users' thousands cost nothing.
+    Titles, mappings and open files of shared memory are read every five seconds, and whenever a process is found.  A
+    descendant remains a member when its parent ends; as pids are reused, a new one must have a living member as parent.
 
     A forked child shares its parent's pages until one of them writes or the child executes another program, usually
-    within milliseconds.  A new process that is a copy of its parent is therefore left out of its first sample; after
-    that, pages that both still share count twice.
+    within milliseconds: a new process that is a copy of its parent is left out of its first sample.
     """
 
     def __init__(self, pid: int) -> None:
@@ -102,18 +100,15 @@ class ProcessTree:
         self._uses = [use for pid, use in uses.items() if pid not in young]
         return self._uses
 
-    def shared_bytes(self) -> int:
-        """Return the shared memory of the processes sampled last, counted once.
+    def shared_bytes(self) -> tuple[int, int]:
+        """Return the shared memory of the processes sampled last, counted once, and its part with volumes in memory.
 
         That is the allocated pages of all shared-memory files they hold open (such as Ray's object store, a deleted
         file), or the most that one process has touched if that is more (shared memory without a file).
         """
-        files = sum(_held_bytes(file, links) for file, links in self._shared_files.items())
-        return max([files, *(use.shmem_bytes for use in self._uses)])
-
-    def kept_bytes(self) -> int:
-        """Return the part of it that holds volumes kept in memory."""
-        return sum(_held_bytes(file, links) for file, links in self._shared_files.items() if file[-1])
+        held = [(_held_bytes(file, links), file[-1]) for file, links in self._shared_files.items()]
+        kept = sum(size for size, is_kept in held if is_kept)
+        return max([sum(size for size, _ in held), *(use.shmem_bytes for use in self._uses)]), kept
 
     def _find_new(self, pids: set[int], candidates: Set[int]) -> list[int]:
         """Add those candidates that descend from members, and return them, parents first.  `pids`: of the machine."""
@@ -192,7 +187,7 @@ def _find_member(pid: int) -> _Member | None:
 
 
 def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
-    """Whether a process has its parent's title and about its size.  Pure."""
+    """Whether a process has its parent's title and about its size."""
     parent = uses.get(use.parent)
     if parent is None or parent.name != use.name:
         return False

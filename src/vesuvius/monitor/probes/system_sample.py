@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup
-from vesuvius.monitor.probes.files import read_counts
+from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup, read_counts
 from vesuvius.monitor.probes.gpus import Gpus, GpuUse
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse
 
@@ -37,7 +36,7 @@ class MachineUse:
 
 
 def read_machine() -> MachineUse:
-    """Read the machine's counters with psutil; figures that the kernel lacks are 0 or None."""
+    """Read the machine's counters; figures that the kernel lacks are 0 or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns about figures that an unusual kernel lacks
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
@@ -101,11 +100,13 @@ class Watcher:
 
 def sample_system(pid: int, gpus: Gpus | None = None, tree: ProcessTree | None = None) -> SystemSample:
     """Sample the machine, its GPUs, the cgroup of a process and the processes of a tree."""
+    processes = tuple(tree.sample()) if tree else ()
+    shared_bytes, kept_bytes = tree.shared_bytes() if tree else (0, 0)
     return SystemSample(
         time=time.time(),
-        processes=tuple(tree.sample()) if tree else (),
-        shared_bytes=tree.shared_bytes() if tree else 0,
-        kept_bytes=tree.kept_bytes() if tree else 0,
+        processes=processes,
+        shared_bytes=shared_bytes,
+        kept_bytes=kept_bytes,
         cgroup=read_cgroup(pid),
         machine=read_machine(),
         gpus=tuple(gpus.sample()) if gpus else (),
@@ -137,13 +138,10 @@ def rates_between(before: SystemSample, after: SystemSample) -> Rates | None:
     busy = [b - a for a, b in zip(early.core_busy_s, late.core_busy_s, strict=True)]
     if min([*total, *busy], default=0.0) < 0:
         return None
-    was = {(process.pid, process.started_s): process.cpu_s for process in before.processes}
+    was = {(each.pid, each.started_s): each.cpu_s for each in before.processes}
+    both = [each for each in after.processes if (each.pid, each.started_s) in was]
     return Rates(
         # Samples may be closer than a tick of the kernel's clock.
         tuple(min(work / of, 1.0) if of > 0 else 0.0 for work, of in zip(busy, total, strict=True)),
-        {
-            process.pid: max(process.cpu_s - was[process.pid, process.started_s], 0.0) / seconds
-            for process in after.processes
-            if (process.pid, process.started_s) in was
-        },
+        {each.pid: max(each.cpu_s - was[each.pid, each.started_s], 0.0) / seconds for each in both},
     )
