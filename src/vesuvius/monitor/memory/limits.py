@@ -59,7 +59,7 @@ class MemoryLimit:
 def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int) -> float | None:
     """Return the share of memory, 0 to 1, at which Ray's monitor kills; None if the environment switches it off.
 
-    As in Ray 2.60 (`ThresholdMemoryMonitor`); values that are not numbers are ignored.  `total_bytes`: see `ray_memory`.
+    As in Ray 2.60 (`ThresholdMemoryMonitor`); other values than numbers are ignored.  `total_bytes`: see `ray_memory`.
     """
     if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
         return None
