@@ -71,7 +71,7 @@ def read_cgroup(pid: int) -> CgroupUse | None:
     """Read the memory cgroup of a process; None if there is none or it cannot be read.
 
     Used memory is what the kernel cannot reclaim: private and shared memory, and in version 2 kernel memory without its
-    caches of file names.  Version 1 reports only one sum of it, mostly such caches, which is ignored.  Page cache can be
+    caches of file names (version 1 reports only one sum, mostly such caches).  Page cache is not counted: it can be
     written and dropped.  Reads about ten small files.
     """
     version, chain = cgroup_chain(pid, "memory")
