@@ -105,10 +105,6 @@ class BlockArray:
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:
         """Write a block, in the shape of its box, and flush it: it survives a crash of the machine."""
-        if voxels.shape != self._tiling.patch_zyx:
-            padded = np.zeros(self._tiling.patch_zyx, self._dtype)
-            padded[tuple(map(slice, voxels.shape))] = voxels
-            voxels = padded
         write_atomic(self._file(block), np.ascontiguousarray(voxels, self._dtype), flush=True)
 
     def read(self, box: Box, used: Container[int] | None = None) -> NDArray[Any]:
@@ -116,8 +112,8 @@ class BlockArray:
         out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
             if used is None or block in used:
-                _, there, here = overlap_slices(self._tiling.block_box(block), box)
-                out[here] = map_file(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
+                _, there, here = overlap_slices(whole := self._tiling.block_box(block), box)
+                out[here] = map_file(self._file(block), self._dtype, shape_of(whole))[there]
         return out
 
     def _file(self, block: int) -> Path:
