@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.generate.evaluate.scrolls import PATCH, Voxels, patch_set, patches, scroll, within_chance
 from vesuvius.config import AugmentConfig
 from vesuvius.generate.evaluate import metrics as module
 from vesuvius.generate.evaluate.evaluate import metric_table, plain, verdict
@@ -25,6 +24,42 @@ from vesuvius.generate.evaluate.metrics import (
     permutations,
 )
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_sides
+
+PATCH = (8, 16, 16)
+
+Voxels = NDArray[np.float32]
+
+
+def scroll(seed: int, shape: tuple[int, int, int] = (40, 64, 64), *, air: bool = True) -> Voxels:
+    """Model values; about a fifth of the voxels are air, at -3."""
+    rng = np.random.default_rng(seed)
+    squares = sum(np.meshgrid(*[np.fft.fftfreq(size) ** 2 for size in shape], indexing="ij"))
+
+    def field(length: float) -> Voxels:
+        power = np.exp(-squares * (2 * np.pi * length) ** 2 / 2)
+        values = np.fft.ifftn(np.fft.fftn(rng.standard_normal(shape)) * power).real
+        return (values / values.std()).astype(np.float32)
+
+    values = 0.5 * field(1.5) + 0.1 * rng.standard_normal(shape)
+    return np.where(air & (field(4.0) < -0.8), -3.0, values).astype(np.float32)
+
+
+def patches(volume: Voxels, count: int, seed: int) -> Voxels:
+    """Cut at random places."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, np.subtract(volume.shape, PATCH), (count, 3), endpoint=True)
+    return np.stack([volume[z : z + 8, y : y + 16, x : x + 16] for z, y, x in starts])
+
+
+def patch_set(values: Voxels) -> PatchSet:
+    return PatchSet(values, side=np.arange(len(values)) % 2)
+
+
+def within_chance(hits: int, trials: int, rate: float) -> bool:
+    """Whether a count of hits lies where a binomial distribution of this rate has 99.9 % of its counts."""
+    chances = [math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(trials + 1)]
+    return min(sum(chances[: hits + 1]), sum(chances[hits:])) > 0.0005
+
 
 COUNT = 32
 SHAPE = (40, 72, 72)
