@@ -18,7 +18,7 @@ class ArrayConfig(Section):
     """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
 
     path: PathText = Field(
-        description="zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://"
+        description="zarr group or array: a folder, or an address https://, s3://, gs://, az://, hf://"
     )
     level: NonNegativeInt = Field(default=0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
     select: tuple[NonNegativeInt, ...] = Field(
@@ -43,7 +43,7 @@ class VolumeConfig(ArrayConfig):
 
     weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
     mask: ArrayConfig | None = Field(
-        default=None, description="volume whose nonzero voxels are foreground; aligned like a condition"
+        default=None, description="its nonzero voxels are foreground; aligned like a condition"
     )
     min_foreground: float | None = Field(
         default=None, ge=0, le=1, description="overrides data.min_foreground for this volume; null = no override"
@@ -59,20 +59,14 @@ class AugmentConfig(Section):
     """Random symmetries, drawn by the plan per sample and applied on the device."""
 
     flip: bool = Field(default=True, description="mirror along z, y and x at random, each with probability 1/2")
-    rot90: bool = Field(
-        default=True, description="rotate by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x"
-    )
+    rot90: bool = Field(default=True, description="rotate by quarter turns in the y-x plane; needs patch y = x")
 
 
 class NormalizeConfig(Section):
     """Intensities to model values: low -> -1, high -> +1, linear, not clipped."""
 
-    low: float | None = Field(
-        default=None, description="intensity that becomes -1; null = 0.5th percentile of a sample"
-    )
-    high: float | None = Field(
-        default=None, description="intensity that becomes +1; null = 99.5th percentile of a sample"
-    )
+    low: float | None = Field(default=None, description="intensity that becomes -1; null = 0.5th percentile")
+    high: float | None = Field(default=None, description="intensity that becomes +1; null = 99.5th percentile")
 
     def contradictions(self) -> Iterator[str]:
         if (self.low is None) != (self.high is None):
@@ -84,12 +78,8 @@ class NormalizeConfig(Section):
 class ValidationConfig(Section):
     """The held-out part of every volume: a slab across one axis, the same for all entries of one array."""
 
-    fraction: float = Field(
-        default=0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
-    )
-    gap: float = Field(
-        default=1.0, ge=0, description="patches between training and validation; below 1, they may share texture"
-    )
+    fraction: float = Field(default=0.05, ge=0, lt=1, description="share held out, at least one patch; 0 = none")
+    gap: float = Field(default=1.0, ge=0, description="patches to validation; below 1, they may share texture")
 
 
 class StoreConfig(Section):
@@ -111,7 +101,7 @@ class StoreConfig(Section):
     )
     cache_dir: PathText | None = Field(default=None, description="folder that caches fetched chunks; null = no cache")
     cache_gib: float = Field(
-        default=50.0, gt=0, description="size limit of the cache, shared by all workers, GiB (within 10 %)"
+        default=50.0, gt=0, description="size limit of the cache of all workers, GiB (within 10 %)"
     )
 
     @property

@@ -14,18 +14,14 @@ from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Secti
 class ModelConfig(Section):
     """The 3D U-Net."""
 
-    channels: tuple[PositiveInt, ...] = Field(
-        (128, 256, 512), min_length=1, description="channels per level, finest first"
-    )
+    channels: tuple[PositiveInt, ...] = Field((128, 256, 512), min_length=1, description="of each level, finest first")
     strides: tuple[SizeZYX, ...] | None = Field(
         None,
         description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each",
     )
     blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
     stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
-    full_res_channels: NonNegativeInt = Field(
-        64, description="channels of the full-resolution block at each end; 0 = none"
-    )
+    full_res_channels: NonNegativeInt = Field(64, description="channels of the full-resolution blocks; 0 = none")
     attention_heads: NonNegativeInt = Field(8, description="self-attention heads at the coarsest level; 0 = none")
 
     @property
@@ -83,17 +79,11 @@ class TrainingConfig(Section):
         1,
         description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun",
     )
-    workers: NonNegativeInt = Field(
-        2, description="Ray worker processes per rank; 0 = read in the trainer, without Ray"
-    )
+    workers: NonNegativeInt = Field(2, description="Ray worker processes per rank; 0 = read in the trainer")
     prefetch_factor: PositiveInt = Field(2, description="batches prefetched per worker, in trainer memory")
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps per epoch (bookkeeping only)")
-    epochs: PositiveInt = Field(
-        1, description="epochs x steps_per_epoch = length of the run and of the learning-rate schedule"
-    )
-    max_steps: PositiveInt | None = Field(
-        None, description="stop after this many steps; the learning-rate schedule keeps its length"
-    )
+    epochs: PositiveInt = Field(1, description="epochs x steps_per_epoch = length of the run and of the schedule")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many steps; schedules keep their length")
     max_hours: float | None = Field(None, gt=0, description="save and exit 75 after this many hours of a session")
     amp: Literal["auto", "off", "bf16", "fp16"] = Field(
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
@@ -125,24 +115,22 @@ class TrainingConfig(Section):
     clip_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
     ema_decay: float = Field(0.9999, ge=0, lt=1, description="decay of the averaged weights, warmed up as (1+n)/(10+n)")
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        (), description="further EMA decays, validated and saved as well"
+        (), description="validated and saved as well"
     )
     init_from: PathText | None = Field(
         None, description="run, checkpoint or .safetensors file whose averaged weights initialize a new run"
     )
-    save_every: PositiveInt = Field(
-        500, description="optimizer steps between checkpoints; the last step is always saved"
-    )
+    save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last is always saved")
     keep_last: PositiveInt = Field(3, description="newest checkpoints to keep; older ones are deleted")
     keep_every: PositiveInt | None = Field(
-        None, description="checkpoints at multiples of this step are never deleted; null = none"
+        None, description="checkpoints at its multiples are never deleted; null = none"
     )
     validate_every: NonNegativeInt = Field(
         1000, description="optimizer steps between validations on held-out patches, and at the end; 0 = none"
     )
     validate_patches: PositiveInt = Field(16, description="held-out patches per validation, each at 8 noise levels")
     preview_every: NonNegativeInt = Field(
-        0, description="steps between previews, plus one after 90 s and one at the end; 0 = none"
+        0, description="steps between previews, and one at 90 s and the end; 0 = none"
     )
     max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
     resume: Literal["never", "auto"] = Field(
