@@ -122,7 +122,7 @@ def test_a_volume_too_small_in_y_and_x_is_refused() -> None:
 def test_without_known_occupancy_a_coarse_level_is_the_foreground_mask() -> None:
     intensity = IntensityStats(8, 0, 20, 8, 1000, 0.1, 0.0, 255.0, 100.0, 30.0, (1.0, 100.0, 250.0))
     config = module._data(volume(present=None, levels=6, intensity=intensity), FULL, True)
-    assert (config.min_foreground, config.foreground.source) == (0.5, "level")
+    assert config.min_foreground == 0.5
     assert config.foreground.level == 5, "the finest of at most 32 million voxels"
     for unknown in (volume(present=None, intensity=intensity), volume(present=None)):
         assert module._data(unknown, FULL, True).min_foreground == 0

@@ -229,7 +229,7 @@ class Source:
         if not self.can_list:
             raise DataError(
                 f"Cannot list the chunks of {self.display_address}: web servers cannot be listed; put a "
-                "`.chunk_occupancy.npz` next to level 0, or set data.foreground.source=level"
+                "`.chunk_occupancy.npz` next to level 0, or set data.foreground.level to a coarser level"
             )
         what = f"the listing of {prefix or 'all keys'}"
         try:
@@ -240,7 +240,7 @@ class Source:
             signing = f" ({self._signing})" if self._signing else ""
             raise DataError(
                 f"Cannot list the chunks of {self.display_address}: {reason(error)}{signing}; allow listing, or set "
-                "data.foreground.source=level"
+                "data.foreground.level to a coarser level"
             ) from error
 
     def _retried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
