@@ -68,53 +68,27 @@ def steady(_built: Roots, limits: MemoryPolicy = LIMITS) -> Found:
 
 
 def pod(
-    directory: Path, own: int, limit: int, node: int = 256 * GIB, node_used: int = 40 * GIB, **figures: Any
-) -> Roots:
-    """A container with cgroups version 2 and one process of this size."""
-    roots = write_v2(directory, limit=limit, anon=own, **figures)
-    write_machine(roots, total=node, available=node - node_used)
+    directory: Path, own: int, limit: int | None = None, node: int = 256 * GIB, node_used: int = 40 * GIB, *,
+    charged: int | None = None, swap: int = 0, path: str = "/", **figures: Any,
+) -> Roots:  # fmt: skip
+    """A process of this size, in a cgroup of version 2 that is charged with this much (the same), on a node."""
+    roots = write_v2(directory, limit=limit, anon=own if charged is None else charged, path=path, **figures)
+    write_machine(roots, total=node, available=node - node_used, swap_total=swap)
     write_process(roots, TRAINER, anon=own)
     return roots
 
 
-def bare(directory: Path, own: int, total: int, used: int, swap: int = 0) -> Roots:
-    """A machine without a limit on the run."""
-    roots = write_v2(directory, anon=own, path="/user.slice")
-    write_machine(roots, total=total, available=total - used, swap_total=swap)
-    write_process(roots, TRAINER, anon=own)
+def below(directory: Path, own: int, path: str, limit: int | None, above_limit: int, above_used: int) -> Roots:
+    """A process in a cgroup below one with a limit, too."""
+    roots = pod(directory, own, limit, path=path)
+    write_cgroup_v2(roots, str(Path(path).parent), limit=above_limit, anon=above_used)
     return roots
 
 
-def ranks(directory: Path, count: int) -> Roots:
-    """One of several ranks of 7.5 GiB each, in a pod of 64 GiB that they fill."""
-    roots = write_v2(directory, limit=64 * GIB, anon=int(count * 7.5 * GIB))
-    write_machine(roots, total=256 * GIB, available=180 * GIB)
-    write_process(roots, TRAINER, anon=int(7.5 * GIB))
-    return roots
-
-
-def below_a_slice(directory: Path, own: int, slice_used: int) -> Roots:
-    """A job without a limit of its own, in a shared slice of 40 GiB."""
-    roots = write_v2(directory, path="/batch.slice/job7", anon=own)
-    write_cgroup_v2(roots, "/batch.slice", limit=40 * GIB, anon=slice_used)
-    write_machine(roots, total=256 * GIB, available=200 * GIB)
-    write_process(roots, TRAINER, anon=own)
-    return roots
-
-
-def nested(directory: Path) -> Roots:
-    """A container of 8 GiB in a pod of 64."""
-    roots = write_v2(directory, path="/pod/trainer", limit=8 * GIB, anon=7 * GIB)
-    write_cgroup_v2(roots, "/pod", limit=64 * GIB, anon=20 * GIB)
-    write_machine(roots, total=256 * GIB, available=200 * GIB)
-    write_process(roots, TRAINER, anon=7 * GIB)
-    return roots
-
-
-def version_1(directory: Path, own: int, cache: int = 0) -> Roots:
+def version_1(directory: Path, own: int) -> Roots:
     """A container without a limit at its own level, below a hidden one of 8 GiB."""
     roots = write_v1(directory, path="/docker/ab12", mount_root="/docker/ab12")
-    write_cgroup_v1(roots, "/", hierarchical_limit=8 * GIB, anon=own, file=cache)
+    write_cgroup_v1(roots, "/", hierarchical_limit=8 * GIB, anon=own)
     write_machine(roots, total=64 * GIB, available=40 * GIB)
     write_process(roots, TRAINER, anon=own)
     return roots
@@ -136,7 +110,7 @@ def with_others(others: Callable[[int], float], seconds: int) -> list[SystemSamp
 
 def pinned(directory: Path) -> Roots:
     """A trainer with 2 GiB private and 9 GiB pinned, and a reader with 1 GiB; both map a 6 GiB object store."""
-    roots = bare(directory, own=0, total=64 * GIB, used=20 * GIB)
+    roots = pod(directory, own=0, node=64 * GIB, node_used=20 * GIB)
     trainer = write_process(roots, TRAINER, anon=2 * GIB, shmem=9 * GIB)
     (trainer / "maps").write_text(
         f"7f0000000000-{0x7F0000000000 + 9 * GIB:x} rw-s 00000000 00:01 1 /dev/zero (deleted)\n"
@@ -222,7 +196,7 @@ SITUATIONS = [
     ),
     Situation(
         "4 GiB are left of 256 GiB, of which we use 2 GiB",
-        lambda p: steady(bare(p, own=2 * GIB, total=256 * GIB, used=252 * GIB)),
+        lambda p: steady(pod(p, own=2 * GIB, node_used=252 * GIB)),
         *("CRITICAL, by others", NOTHING),
     ),
     Situation(
@@ -242,22 +216,22 @@ SITUATIONS = [
     ),
     Situation(
         "a container of 8 GiB with 7 in use, in a pod of 64",
-        lambda p: steady(nested(p)),
+        lambda p: steady(below(p, 7 * GIB, "/pod/trainer", 8 * GIB, 64 * GIB, 20 * GIB)),
         *("WARN", "shrink", "/pod/trainer"),
     ),
     Situation(
         "a slice of 40 GiB that others fill, without a limit of our own",
-        lambda p: steady(below_a_slice(p, own=3 * GIB, slice_used=38 * GIB)),
+        lambda p: steady(below(p, 3 * GIB, "/batch.slice/job7", None, 40 * GIB, 38 * GIB)),
         *("CRITICAL, by others", NOTHING, "/batch.slice"),
     ),
     Situation(
         "eight ranks of 7.5 GiB fill a pod of 64 GiB: the memory of one rank would not help",
-        lambda p: steady(ranks(p, 8), MemoryPolicy(ranks_here=8)),
+        lambda p: steady(pod(p, int(7.5 * GIB), 64 * GIB, charged=60 * GIB), MemoryPolicy(ranks_here=8)),
         *("CRITICAL", "exit", "60.00 of 64.00 GiB"),
     ),
     Situation(
         "a rank of 7.5 GiB in a pod of 64 GiB that others fill",
-        lambda p: steady(ranks(p, 8)),
+        lambda p: steady(pod(p, int(7.5 * GIB), 64 * GIB, charged=60 * GIB)),
         *("CRITICAL, by others", NOTHING),
     ),
     Situation(
@@ -267,7 +241,7 @@ SITUATIONS = [
     ),
     Situation(
         "a laptop that begins to swap: 15 of 16 GiB, of which we use 12 GiB",
-        lambda p: steady(bare(p, own=12 * GIB, total=16 * GIB, used=15 * GIB, swap=8 * GIB)),
+        lambda p: steady(pod(p, own=12 * GIB, node=16 * GIB, node_used=15 * GIB, swap=8 * GIB)),
         *("CRITICAL", "exit", "the machine"),
     ),
     Situation(

@@ -41,17 +41,14 @@ class StepTimes:
 
     @property
     def gpu_s(self) -> float:
-        """Forward, backward and optimizer."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
     def other_s(self) -> float:
-        """The rest: pauses, logging, launching kernels."""
         return self.step_s - self.data_s - self.h2d_s - self.gpu_s - self.comm_s
 
 
 def untimed(part: Part) -> AbstractContextManager[None]:
-    """Stand-in for a clock."""
     return nullcontext()
 
 
@@ -93,7 +90,6 @@ class HostClock:
 
 @contextmanager
 def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """Add the time spent in the context to `spent[name]`."""
     started = now()
     try:
         yield
@@ -160,7 +156,6 @@ class CudaClock:
 
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
-        """Enter on the computing stream."""
         before, self._activity = self._activity, _HostActivity()
         begin = self._recorded()
         try:
@@ -237,5 +232,4 @@ StepClock = HostClock | CudaClock
 
 
 def make_clock(device: torch.device) -> StepClock:
-    """The first step begins now."""
     return CudaClock() if device.type == "cuda" else HostClock()

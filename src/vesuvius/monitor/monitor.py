@@ -176,7 +176,6 @@ class Monitor:
                 self._warn_blind()
 
     def _add(self, system: SystemSample, before: Level) -> MemorySample:
-        """Judge a sample of the probes, keep it in all forms, and return it as it is written."""
         if text := kills_text(self.sample.cgroup, system.cgroup):
             self._writer.submit(partial(log.error, "%s", text))
         self._judge(system, before)
@@ -213,7 +212,6 @@ class Monitor:
             self._on_exit(order)
 
     def _warn_blind(self) -> None:
-        """Log that sampling failed, at most every ten minutes."""
         now = time.monotonic()
         if now >= self._warn_blind_again_s:
             self._warn_blind_again_s = now + _BLIND_EVERY_S
@@ -234,7 +232,6 @@ class Monitor:
         self._on_record(self._records.write("system", **figures, disk=self._disk_use()))
 
     def _disk_use(self) -> dict[str, int] | None:
-        """Free space and size of the run directory, at most once a minute; None if the disk cannot tell."""
         if time.monotonic() >= self._disk_due_s:
             self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
             with suppress(OSError):

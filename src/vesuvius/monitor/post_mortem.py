@@ -73,7 +73,6 @@ def headline(death: Death) -> str:
 
 
 def death_line(death: Death) -> str:
-    """`headline`, with the time.  Pure."""
     return f"{headline(death)}, detected {format_time(death.time)}"
 
 
@@ -90,7 +89,6 @@ def read_deaths(path: Path) -> list[Death]:
 
 
 def death_lines(death: Death) -> list[str]:
-    """Describe a death, in lines."""
     return [
         headline(death),
         f"  detected {format_time(death.time)}, after step {death.step}",
@@ -101,7 +99,6 @@ def death_lines(death: Death) -> list[str]:
 
 
 def _table(samples: Samples) -> list[str]:
-    """Tabulate the memory of the last minute."""
     if not samples:
         return ["  no memory samples were kept"]
     end = samples[-1].time
@@ -126,7 +123,6 @@ class KillCounts:
 
     @classmethod
     def of(cls, record: MemorySample | SessionRecord, path: str = "") -> KillCounts:
-        """Counts at a sample, or at the beginning of a session."""
         return cls(record.cgroup_oom_kills, record.machine_oom_kills, path)
 
     def since(self, before: KillCounts) -> KillCounts:
@@ -241,7 +237,6 @@ def is_of_session(death: Death, session: SessionRecord) -> bool:
 def _death(
     victim: Victim, pid: int, step: int, cause: Cause, evidence: Sequence[str], samples: Samples, remedy: str
 ) -> Death:
-    """Build a death; adds the memory at the last sample, and that of a dead reader."""
     memory, last = [], samples[-1] if samples else None
     if last is not None and (share := last.limit_share) is not None:
         limit = last.limits[0]

@@ -76,7 +76,6 @@ class MemorySample:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The smallest limit: the memory that the run may use."""
         return min((limit.total_bytes for limit in self.limits), default=None)
 
     @property

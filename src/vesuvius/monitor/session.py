@@ -70,7 +70,6 @@ def begin_session(path: Path, name: str, workers: int, limits: MemoryPolicy) -> 
 
 
 def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
-    """Raises OSError."""
     _write(path, replace(record, end_time=time(), exit_code=exit_code))
 
 

@@ -63,12 +63,10 @@ class Verdict:
 
     @property
     def bottleneck(self) -> str:
-        """The kind and, if known, its cause."""
         return self.kind if self.cause is None else f"{self.kind} ({self.cause})"
 
     @property
     def text(self) -> str:
-        """The verdict in one line."""
         w = self.window
         steps = f"step p50 {w.step_p50_s:.3g} s, p95 {w.step_p95_s:.3g} s over {w.steps} steps"
         return f"{self.bottleneck}: {self.evidence}; {steps}; {self.advice}"
@@ -133,7 +131,6 @@ class _Diagnosis:
         return self._found("comm-bound", f"waited for other ranks {share}", advice)
 
     def _found(self, kind: Kind, evidence: str, advice: str, *overrides: str, cause: Cause | None = None) -> Verdict:
-        """Build the verdict; overrides replace the advice."""
         return Verdict(kind, cause, evidence, overrides, f"try {' '.join(overrides)}" if overrides else advice, self.w)
 
     def _data(self, cause: Cause, evidence: str, advice: str, *overrides: str) -> Verdict:
@@ -187,7 +184,6 @@ class _Diagnosis:
         return f"training.train_batch_size={2 * batch}", f"training.accumulate_steps={pieces // 2}"
 
     def _host_bound(self, evidence: str) -> Verdict:
-        """Launching kernels, logging or another thread of the trainer delays the device."""
         w, k = self.w, self.k
         overrides: tuple[str, ...] = ()
         if k.on_gpu and k.workers == 0 and not k.resident and not k.memory_is_short:
@@ -225,7 +221,6 @@ class _Diagnosis:
         return (self.w.decode_s + (self.w.read_s or 0.0)) / self._reader_s()
 
     def _readers_too_slow(self, waited: str) -> Verdict:
-        """Find out what the readers were doing while the feeder had nothing to cut."""
         w, k = self.w, self.k
         if k.resident:
             advice = "nothing to change: decoded volumes stay in memory"

@@ -25,8 +25,6 @@ _WITHIN_S, _NEXT_AFTER_S = 5.0, 0.5
 
 
 class _Expected(NamedTuple):
-    """The sign of life that is due next."""
-
     what: str
     waiting_for: str | Callable[[], str]
     since_s: float

@@ -77,7 +77,6 @@ class Window(StepTimes):
 
     @property
     def is_throttled(self) -> bool:
-        """Whether a CPU quota slowed the run down."""
         return self.throttled_share is not None and self.throttled_share >= THROTTLED
 
     @property

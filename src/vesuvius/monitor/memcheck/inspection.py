@@ -85,7 +85,6 @@ class Inspection:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The smallest limit."""
         return min((limit.total_bytes for limit in self.limits), default=None)
 
     @property
@@ -228,7 +227,6 @@ class RunFiles:
         return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1]))
 
     def steps_at(self, now: float) -> dict[str, Any]:
-        """Progress of the run, for `Inspection.steps`."""
         verdicts = [str(r["text"]) for r in self._metrics if r["kind"] == "verdict" and r.get("text")]
         return {
             "step": int(self._step["step"]) if self._step else None,
@@ -238,7 +236,6 @@ class RunFiles:
         }
 
     def _end_cause(self) -> str:
-        """Why the session ended, as it recorded."""
         end = self._metrics[-1] if self._metrics else None
         return str(end.get("cause") or "") if end and end["kind"] == "run_end" else ""
 
@@ -261,7 +258,6 @@ class RunFiles:
         return "elsewhere", f"on {session.host}: {where}; from its files"
 
     def _hung(self, trainer: ProcessUse, now: float) -> str:
-        """Return why a living run counts as hung; '' if it does not."""
         if trainer.is_stopped:
             return f"process {trainer.pid} is stopped (SIGSTOP or a debugger); kill -CONT resumes it"
         if self._watchdog is not None:

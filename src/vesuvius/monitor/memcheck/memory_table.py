@@ -54,7 +54,6 @@ def _parts(found: Inspection) -> Table:
 
 
 def _shown(parts: list[Part]) -> Iterator[Part]:
-    """Keep the largest readers and sum up the rest; a single reader needs no total."""
     readers = [part for part in parts if part.part == "reader"]
     left = readers[_SHOWN_READERS:]
     for part in parts:
@@ -65,7 +64,6 @@ def _shown(parts: list[Part]) -> Iterator[Part]:
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:
-    """Yield names and values."""
     if found.level is not None:
         yield "risk", Text.assemble((found.level.name, _LEVEL_STYLES[found.level]), f"  {found.reason}")
     for name, lines in (("OOM kill", found.kills), ("death", found.deaths)):

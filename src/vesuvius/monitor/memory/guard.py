@@ -113,6 +113,5 @@ class Guard:
 
 
 def _leaks(risk: Risk, readers: Collection[int]) -> bool:
-    """Whether readers account for most of the growth."""
     rates = {pid: max(trend.bytes_per_s, 0.0) for pid, trend in risk.growing.items()}
     return 2 * sum(rate for pid, rate in rates.items() if pid in readers) > sum(rates.values())

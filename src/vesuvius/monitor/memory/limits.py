@@ -156,7 +156,6 @@ def _squeeze(limit: MemoryLimit, policy: MemoryPolicy) -> float:
 
 
 def largest_share(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> float:
-    """Return the largest `used_share` of all limits."""
     return max(used_share(limit, policy) for limit in limits)
 
 

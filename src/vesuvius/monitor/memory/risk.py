@@ -216,7 +216,6 @@ class RiskWatch:
         self._restarted = True
 
     def add(self, sample: SystemSample) -> Risk:
-        """Add a sample and return the risk."""
         if self._restarted:
             self._restarted = False
             self._begin(_RESTART_WARMUP_S)

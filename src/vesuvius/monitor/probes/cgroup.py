@@ -135,7 +135,6 @@ def _swap_left_v1(directory: Path, stat: Mapping[str, int], limit: int) -> int |
 
 
 def _limit(path: Path) -> int | None:
-    """Read a limit; None if there is none (`max`, or version 1's largest value) or no such file."""
     return _as_limit((read_text(path) or "").strip())
 
 
@@ -189,7 +188,6 @@ def _mounts(version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
 
 
 def read_text(path: Path | str) -> str | None:
-    """Read a file; None if it does not exist or is not readable."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode("utf-8", "replace")

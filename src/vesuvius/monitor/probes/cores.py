@@ -100,6 +100,5 @@ def task_limits() -> list[TaskLimit]:
 
 
 def _tasks_of_user() -> int:
-    """Count the threads of all visible processes of this user."""
     seen = [process.info for process in psutil.process_iter(["uids", "num_threads"])]
     return sum(info["num_threads"] or 0 for info in seen if info["uids"] and info["uids"].real == os.getuid())

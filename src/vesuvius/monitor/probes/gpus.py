@@ -69,7 +69,6 @@ class Gpus:
         self._opening()
 
     def _open(self) -> None:
-        """Find the GPUs, or set `reason`."""
         try:
             # Imported here: machines without GPUs need not have it.
             self._nvml = self._nvml or importlib.import_module("pynvml")

@@ -149,7 +149,6 @@ class _Member:
     nameless_bytes: int = 0  # mapped shared memory without a file, when last read
 
     def rescan(self) -> None:
-        """Read the title and mappings, which seldom change."""
         maps = read_text(f"{psutil.PROCFS_PATH}/{self.process.pid}/maps") or ""
         self.nameless_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in _NAMELESS.findall(maps))
         with suppress(psutil.Error):  # it has ended: `read` returns None
@@ -187,7 +186,6 @@ def _find_member(pid: int) -> _Member | None:
 
 
 def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
-    """Whether a process has its parent's title and about its size."""
     parent = uses.get(use.parent)
     if parent is None or parent.name != use.name:
         return False

@@ -31,7 +31,6 @@ class MachineUse:
 
     @property
     def used_bytes(self) -> int:
-        """Unreclaimable memory: total less available."""
         return self.total_bytes - self.available_bytes
 
 
