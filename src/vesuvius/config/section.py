@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_serializers import PlainSerializer
 from pydantic.functional_validators import WrapValidator
 
 from vesuvius.errors import ConfigError
 
 Triple = tuple[int, int, int]
-
-
-def _check_positive(sizes: Triple) -> Triple:
-    if min(sizes) < 1:
-        raise ValueError(f"sizes {list(sizes)} (z, y, x) must all be at least 1")
-    return sizes
 
 
 class Location(str):
@@ -51,8 +45,8 @@ def _locate(given: Any, as_text: Callable[[Any], str]) -> Location:
 PathText = Annotated[
     str, WrapValidator(_locate), PlainSerializer(lambda path: getattr(path, "written", path), when_used="json")
 ]
-SizeZYX = Annotated[Triple, AfterValidator(_check_positive)]
 PositiveInt = Annotated[int, Field(ge=1)]
+SizeZYX = tuple[PositiveInt, PositiveInt, PositiveInt]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
