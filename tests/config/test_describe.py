@@ -17,7 +17,8 @@ WRONG = {
     "model:": "model: null is not valid; use a section with keys of its own",
     "model: {channels: 8}": "model.channels: 8 is not valid; use a list of at least 1 value, each an integer of at "
     "least 1",
-    "model: {stem_stride: [2]}": "model.stem_stride: [2] is not valid; use a list of 3 values, each an integer of at least 1",
+    "model: {stem_stride: [2]}": "model.stem_stride: [2] is not valid; use a list of 3 values, each an integer of at "
+    "least 1",
     "model: {stem_stride: [2, 0, 2]}": "model.stem_stride.1: 0 is not valid; use an integer of at least 1",
     "diffusion: {noise: quadratic}": "diffusion.noise: 'quadratic' is not valid; use one of spectral, cosine, linear",
     'seed: ["a\\nb", c]': 'seed: ["a\\nb", c] is not valid; use an integer of at least 0',
