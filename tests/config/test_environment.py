@@ -75,7 +75,8 @@ def test_an_unknown_name_is_refused_with_a_suggestion() -> None:
         "TRAINING__WORKRS": "training.workrs: unknown key; did you mean workers?",
         "LR": "lr: unknown key; did you mean training.lr?",
         "DATA__VOLUMES__PATH": "data.volumes has no entry path; use 0, its only entry",
-        "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer of at least 1",
+        "DATA__PATCH_SIZE__Z": "data.patch_size: {z: 1} is not valid; use a list of 3 values, each an integer of "
+        "at least 1",
     }.items():
         assert problems(**{name: "1"}) == [f"environment variable VESUVIUS_{name}: {problem}"]
 
