@@ -115,15 +115,6 @@ def test_a_single_patch_that_runs_out_of_memory_ends_the_run(
     assert "train_batch_size 1 does not fit the GPU: out of memory" in records_of("run_end")[-1]["cause"]
 
 
-def test_a_configured_micro_batch_is_not_halved(
-    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    cuts(8, 4)
-    assert vesuvius_train(tiny_config(training=EIGHT | {"train_batch_size": 8, "accumulate_steps": 1})) == 3
-    assert "train_batch_size 8 does not fit the GPU" in records_of("run_end")[-1]["cause"]
-
-
 def test_a_resume_chooses_the_micro_batch_again_and_continues_at_the_next_sample(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.forecast.test_gpu_memory import small
 from vesuvius.config import Config
 from vesuvius.training.forecast import memory_plan as mfu
 from vesuvius.training.forecast.start_log import convolution_flops_s
@@ -42,17 +43,6 @@ def test_a_similar_gpu_name_has_no_peak(name: str, amp: mfu.AmpMode) -> None:
     assert mfu.peak_flops_s(name, amp, True) is None
 
 
-def small(**training: object) -> Config:
-    return Config.model_validate(
-        {
-            "name": "x",
-            "data": {"volumes": ({"path": "v.zarr"},), "patch_size": (8, 16, 16)},
-            "training": {"train_batch_size": 1, **training},
-            "model": {"channels": (4, 8), "full_res_channels": 4},
-        }
-    )
-
-
 @pytest.fixture(autouse=True)
 def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 10 TFLOP, 5 more with recomputed blocks and 3 with Muon: tracing one takes seconds."""
@@ -69,11 +59,14 @@ def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mfu_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, gpu = small(amp="bf16", accumulate_steps=2), torch.device("cuda")
+    config, gpu = small("training.amp=bf16", "training.accumulate_steps=2"), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     assert mfu.seconds_at_peak(config, torch.device("cpu"), rank_share(config, 0, 1)) is None
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) == pytest.approx(20 / 312)
-    lean = small(amp="bf16", checkpoint_levels=(0, 1, 2), optimizer="muon")  # no work of the model
+    lean = small(
+        "training.amp=bf16", "training.checkpoint_levels=[0, 1]", "training.optimizer=muon"
+    no_model = ("training.checkpoint_levels=[0, 1]", "training.optimizer=muon")  # no work of the model
+    lean = small("training.amp=bf16", *no_model)
     assert mfu.seconds_at_peak(lean, gpu, rank_share(lean, 0, 1)) == pytest.approx(10 / 312)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) is None
@@ -87,7 +80,7 @@ def test_an_untraceable_step_costs_the_mfu_but_not_the_run(
 
     monkeypatch.setattr(mfu, "plan_memory", failing)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
-    assert mfu.seconds_at_peak(small(amp="bf16"), torch.device("cuda"), rank_share(small(), 0, 1)) is None
+    assert mfu.seconds_at_peak(small("training.amp=bf16"), torch.device("cuda"), rank_share(small(), 0, 1)) is None
     assert "an operator without a fake" in caplog.text
 
 

@@ -15,10 +15,7 @@ APPLIED = torch.tensor(True)
 
 
 def make_network() -> nn.Module:
-    network = nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.fill_(1.0)
+    move(network := nn.Linear(3, 2), 1.0)
     return network
 
 
