@@ -63,8 +63,6 @@ def test_mfu_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     assert mfu.seconds_at_peak(config, torch.device("cpu"), rank_share(config, 0, 1)) is None
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) == pytest.approx(20 / 312)
-    lean = small(
-        "training.amp=bf16", "training.checkpoint_levels=[0, 1]", "training.optimizer=muon"
     no_model = ("training.checkpoint_levels=[0, 1]", "training.optimizer=muon")  # no work of the model
     lean = small("training.amp=bf16", *no_model)
     assert mfu.seconds_at_peak(lean, gpu, rank_share(lean, 0, 1)) == pytest.approx(10 / 312)
