@@ -43,6 +43,13 @@ from vesuvius.training.step.step import TrainStep, learning_rate, weight_problem
 
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # torch's number of threads
+_SIGMA_MAX = "diffusion.sigma_max"
+# Keys that give weights their meaning, and further ones that a new run may change.
+_MEANING = (
+    *("model.", "diffusion.timesteps", "diffusion.noise", "diffusion.sigma_m", "diffusion.prediction"),
+    "data.condition_classes",
+)
+_NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
 
 
 def run_state(
@@ -181,15 +188,6 @@ def _without_paths(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_paths(value) for key, value in tree.items() if key != "path"}
     return [_without_paths(value) for value in tree] if isinstance(tree, list) else tree
-
-
-_SIGMA_MAX = "diffusion.sigma_max"
-# Keys that give weights their meaning, and further ones that a new run may change.
-_MEANING = (
-    *("model.", "diffusion.timesteps", "diffusion.noise", "diffusion.sigma_m", "diffusion.prediction"),
-    "data.condition_classes",
-)
-_NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
 
 
 def read_initial_weights(given: Path) -> tuple[dict[str, Tensor], Path]:

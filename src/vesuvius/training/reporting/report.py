@@ -45,12 +45,11 @@ log = logging.getLogger(__name__)
 _ROLLING_STEPS = 100
 _RECENT_STEPS = 10
 _MAX_NAMED = 4  # samples with a non-finite loss in a message
+_NAMES_SHOWN = 5  # parameters with a non-finite gradient
 
 
 MicroBatch = tuple[Batch, NDArray[np.int64]]
 """A batch as it was read, and its timesteps [B]."""
-
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
