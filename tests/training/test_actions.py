@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.training.fakes import run_context
+from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED
 from vesuvius.monitor.memory.guard import LoopStatus, Order
@@ -34,31 +34,25 @@ GIB = 2**30
 
 
 @dataclass
-class NotedMonitor:
-    """Gives the test's orders and records what it receives."""
+class Noted:
+    """Monitor, stream and feed in one: gives the test's orders and records what it receives."""
 
+    options: StreamOptions
     order: Order | None = None
     loop_status: LoopStatus = field(default_factory=LoopStatus)
     obeyed: int = 0
-
-    def carried_out(self) -> None:
-        self.obeyed += 1
-        self.order = None
-
-
-@dataclass
-class NotedFeed:
-    """Stream and feed in one, which records changes."""
-
-    options: StreamOptions
     changes: list[dict[str, int]] = field(default_factory=list)
     has_resident: bool = False
     resident_frees_memory: bool = False
     ended_readers: int = 0
 
     @property
-    def stream(self) -> NotedFeed:
+    def stream(self) -> Noted:
         return self
+
+    def carried_out(self) -> None:
+        self.obeyed += 1
+        self.order = None
 
     @property
     def num_readers_without_resident(self) -> int:
@@ -78,13 +72,11 @@ class NotedFeed:
 class Loop:
     """Guard actions of a session with orders from the test."""
 
-    def __init__(self, config_file: Path, metrics: Path) -> None:
-        self.metrics, self.stop, self.progress = metrics, StopRequest(None), Progress(step=10)
-        config = read_config(config_file, ())
-        run = run_context(config, metrics.parent, self.progress, self.stop)
-        self.monitor: Any = NotedMonitor()
-        self.feed: Any = NotedFeed(StreamOptions.from_config(config.training, config.cluster))
-        self.guard = GuardActions(run)
+    def __init__(self, config: Config, directory: Path) -> None:
+        self.metrics, self.stop = directory / "metrics.jsonl", StopRequest(None)
+        self.guard = GuardActions(run_context(config, directory, Progress(step=10), self.stop))
+        self.feed: Any = Noted(StreamOptions.from_config(config.training, config.cluster))
+        self.monitor = self.feed
 
     def step(self, order: Order | None = None) -> None:
         self.monitor.order = order
@@ -96,15 +88,8 @@ class Loop:
 
 
 @pytest.fixture
-def loop(tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture) -> Callable[..., Loop]:
-    caplog.set_level(logging.INFO, "vesuvius")
-
-    def make(**training: Any) -> Loop:
-        keys = {"workers": 2, "steps_per_epoch": 100} | training
-        path = tiny_config(training=keys, monitor={"verdict_every": 10})
-        return Loop(path, tmp_path / "metrics.jsonl")
-
-    return make
+def loop(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Loop]:
+    return lambda **training: Loop(read_config(tiny_config(training={"workers": 2} | training)), tmp_path)
 
 
 @pytest.mark.parametrize(
