@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
@@ -90,8 +90,9 @@ class DataFacts:
         volumes = []
         try:
             for stored in state["volumes"]:
-                alignment = {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
-                volumes.append(TrainedVolume(**stored | alignment | {"dtype": np.dtype(stored["dtype"])}))
+                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}  # others are of earlier versions
+                known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
+                volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
             intensities, conditions = (
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
