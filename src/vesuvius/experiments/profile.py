@@ -146,7 +146,7 @@ def build_profile(
         system=[each for each in records.system if each.step <= last],
         others=[],
     )
-    work_s = only.columns["step_s"] - only.columns["pause_s"]
+    work_s = only.columns["work_s"]
     run = build(only)
     full_s = float(work_s.mean()) * config.horizon_steps
     facts = {key: run.facts[key] for key in _FACTS if key in run.facts} | {

@@ -19,24 +19,23 @@ _MOST_CURVES = 4
 
 
 def build_charts(records: RunRecords) -> list[Chart]:
-    return [*_learning(records), *_time(records), *_memory(records), *_machine(records)]
+    return [*_learning(records), *_time(records), *_memory(records)]
 
 
 def _time(records: RunRecords) -> Iterator[Chart]:
-    steps, work = records.columns, work_columns(records)
+    steps = records.columns
     chosen = ~records.first if (~records.first).any() else np.ones(len(records.first), dtype=bool)
     x = steps["step"][chosen]
     groups = {
-        "data wait": work["data_s"],
-        "compute": work["forward_s"] + work["backward_s"] + work["optimizer_s"],
-        "host": work["h2d_s"] + work["host_s"],
+        "data wait": steps["data_s"],
+        "compute": steps["forward_s"] + steps["backward_s"] + steps["optimizer_s"],
+        "host": steps["h2d_s"] + steps["host_s"],
     }
-    if np.any(work["comm_s"]):
-        groups["other ranks"] = work["comm_s"]
+    if np.any(steps["comm_s"]):
+        groups["other ranks"] = steps["comm_s"]
     parts = [banded(name, x, seconds[chosen]) for name, seconds in groups.items()]
     yield from chart("parts", "Parts of a step, without the first step of each session", "s", parts)
-    step_s = steps["step_s"] - steps["pause_s"]
-    yield from chart("step_s", "Step time, without pauses", "s", [banded("step", steps["step"], step_s)])
+    yield from chart("step_s", "Step time, without pauses", "s", [banded("step", steps["step"], steps["work_s"])])
 
 
 def _learning(records: RunRecords) -> Iterator[Chart]:
@@ -74,12 +73,9 @@ def _memory(records: RunRecords) -> Iterator[Chart]:
     yield from chart("readers", "Private RAM of each reader", "GiB", readers)
     reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
     yield from chart("vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1:]))
-
-
-def _machine(records: RunRecords) -> Iterator[Chart]:
-    busy = _range("cores", records.system, ["cores"], 1.0)
+    busy = _range("cores", system, ["cores"], 1.0)
     yield from chart("cores", "Busy cores of the machine", "cores", [busy])
-    gpus = _ranges(records.system, "GPU ", "GPUs", 0.01)
+    gpus = _ranges(system, "GPU ", "GPUs", 0.01)
     yield from chart("gpu_busy", "GPU busy (a kernel runs)", "%", gpus)
 
 
@@ -110,35 +106,27 @@ WORK = {
 """Column of each part of a step without its pause; `optimizer` includes clipping and EMA, `host` all the rest."""
 
 
-def work_columns(records: RunRecords) -> dict[str, Column]:
-    columns = records.columns
-    return {
-        name: columns["other_s"] - columns["pause_s"] if name == "host_s" else columns[name] for name in WORK.values()
-    }
-
-
 def split_time(records: RunRecords) -> tuple[TimePart, ...]:
     """The parts of the time of all timed steps; the first step of a session, which starts the readers, is one."""
-    columns, work = records.columns, work_columns(records)
-    known = np.isfinite(columns["step_s"]) & np.isfinite(columns["pause_s"]) & np.isfinite(sum(work.values()))
-    known &= records.timed
+    columns = records.columns
+    known = np.isfinite(columns["work_s"] + sum(columns[key] for key in WORK.values())) & records.timed
     if not known.any():
         return ()
     first, later = known & records.first, known & ~records.first
-    total_s, pauses = float(columns["step_s"][known].sum()), columns["pause_s"]
+    total_s = float(columns["step_s"][known].sum())
     parts = work_parts(records, later, total_s)
     if first.any():
-        start = float((columns["step_s"] - pauses)[first].sum())
+        start = float(columns["work_s"][first].sum())
         parts.append(TimePart("first step of each session", start, _share(start, total_s)))
-    pause = float(pauses[known].sum())
+    pause = float(columns["pause_s"][known].sum())
     return (*parts, TimePart("pauses", pause, _share(pause, total_s)))
 
 
 def work_parts(records: RunRecords, chosen: NDArray[np.bool_], total_s: float) -> list[TimePart]:
     """The parts of the chosen steps without pauses, with their shares of `total_s`."""
-    work, parts = work_columns(records), []
+    parts = []
     for name, key in WORK.items() if chosen.any() else ():
-        values = work[key][chosen].tolist()
+        values = records.columns[key][chosen].tolist()
         spent_s = math.fsum(values)
         if key != "comm_s" or spent_s:
             p50, p95 = quantile(values, 0.5), quantile(values, 0.95)

@@ -153,7 +153,7 @@ def _timed_steps(records: RunRecords) -> str:
 
 def _facts(records: RunRecords) -> dict[str, str]:
     steps, env = records.columns, records.environment
-    work = steps["step_s"] - steps["pause_s"]
+    work = steps["work_s"]
     later = records.timed & ~records.first if (records.timed & ~records.first).any() else records.timed
     packages = env.get("packages") or {}
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])

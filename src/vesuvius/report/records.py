@@ -72,7 +72,9 @@ class RunRecords:
     """The records of a run.  Steps, validations and previews that a resume repeated are left out, but nothing else."""
 
     path: Path
-    columns: Mapping[str, Column]  # of the steps, by the names of `STEP_FIELDS`; NaN is not known
+    # Of the steps, by the names of `STEP_FIELDS`, and `work_s` and `host_s`: step and other without pauses.  NaN is not
+    # known.
+    columns: Mapping[str, Column]
     peaks: Mapping[str, float]  # the largest value of each field among the steps left out
     first: NDArray[np.bool_]  # whether a step is the first of its session, and includes starting the readers
     timed: NDArray[np.bool_]  # whether a step was made with the latest settings that its times may depend on
@@ -125,6 +127,7 @@ def read_run(path: Path) -> RunRecords:
             case _:
                 others.append(record)
     columns = {name: np.array(column) for name, column in steps.items()}
+    columns |= {f"{to}_s": columns[f"{of}_s"] - columns["pause_s"] for to, of in (("work", "step"), ("host", "other"))}
     first, since, changed = np.zeros(len(columns["step"]), dtype=bool), 0, tuple[str, ...]()
     for start in starts:
         index = int(np.searchsorted(columns["step"], start["step"], side="right"))
