@@ -172,6 +172,28 @@ def test_threads_and_signal_handlers_write_complete_lines(tmp_path: Path) -> Non
     assert sorted(handlers) == sorted(f"handler {n}" for n in range(handled))
 
 
+def test_lines_written_while_closing_are_kept_once_up_to_a_point(tmp_path: Path) -> None:
+    """The file has the first lines of each thread, in order."""
+    file, begun = AppendFile(tmp_path / "lines"), threading.Barrier(5)
+
+    def write(name: int) -> None:
+        begun.wait()
+        for number in range(500):
+            file.write_line(f"{name} {number}")
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    file.close()
+    for thread in threads:
+        thread.join()
+    lines = (tmp_path / "lines").read_text().splitlines()
+    for name in range(4):
+        own = [line for line in lines if line.startswith(f"{name} ")]
+        assert own == [f"{name} {number}" for number in range(len(own))]
+
+
 def test_queued_calls_run_in_order_and_dropped_ones_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
