@@ -65,8 +65,6 @@ class Inputs:
                     self.volumes[name] = opened.enter_context(volume)
             if condition_offsets is None:
                 shape_zyx = _common_shape(self.volumes, inputs.box, shape_zyx, condition_factors)
-            elif shape_zyx is None:
-                shape_zyx = covered_shape(self.volumes["condition"].shape_zyx, condition_factors)
             self._open = opened.pop_all()
         # None if neither inputs nor arguments define it
         self.shape_zyx = shape_of(inputs.box) if inputs.box else shape_zyx
