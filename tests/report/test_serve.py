@@ -135,21 +135,6 @@ def test_only_requests_to_names_of_this_machine_are_answered(tmp_path: Path) -> 
         assert status_of(url, "localhost", "evil.org") == 421
 
 
-class Asked:
-    """A server that is stopped at once, as by Ctrl-C."""
-
-    server_port = 1
-
-    def __enter__(self) -> Asked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def serve_forever(self) -> None:
-        raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     ("arguments", "port"),
     [
@@ -166,9 +151,9 @@ def test_runs_and_port_may_come_in_any_order(
     monkeypatch.chdir(tmp_path)
     asked: list[tuple[list[str], int]] = []
 
-    def open_one(page: LivePage, port: int) -> Asked:
+    def open_one(page: LivePage, port: int) -> None:
         asked.append(([run.name for run in page._runs], port))
-        return Asked()
+        raise KeyboardInterrupt
 
     monkeypatch.setattr("vesuvius.report.serve.open_server", open_one)
     assert report(arguments) == EXIT_INTERRUPTED
