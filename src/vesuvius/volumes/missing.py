@@ -117,7 +117,8 @@ class MissingChunks:
         else:
             if page and not any(map(grid.index_of_key, page)):
                 found = {key: other for key in page for other in others if other.index_of_key(key)}
-                if not found and len(page) < _PAGE:
+                if not found and len(page) < _PAGE and not self._seen.any():
+                    self.check_metadata(at_once=True)  # or it is being deleted
                     raise DataError(
                         f"No chunk of {self._name} is stored (neither like {grid.object_key(index)} nor under other "
                         "key encodings); correct path, level or select, or copy the chunks; an array that is empty on "

@@ -348,7 +348,11 @@ def open_volume(
             space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
             axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
             geometry = space.geometry(axes.zyx) if space else None
-            if array.dtype.kind == "f" and not isinstance(nan, str) and not abs(nan) <= np.finfo(array.dtype).max:
+            if (
+                array.dtype.kind == "f"
+                and not isinstance(nan, str)
+                and not abs(nan) <= float(np.finfo(array.dtype).max)
+            ):
                 raise DataError(
                     f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number"
                 )

@@ -44,10 +44,11 @@ def open_hdf5(file: Path, inside: str) -> Stored:
     if not data.shape:
         raise refuse(f"{file}:/{name}", f"it has no voxels: its shape is {data.shape}", "choose another dataset")
     files = sorted(set(_files_of(data, set())))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # HDF5 keeps all parts open, and reads zeros if it cannot
-    if 0 <= hard < len(files) + _SPARE_FILES:
+    (soft, hard), due = resource.getrlimit(resource.RLIMIT_NOFILE), len(files) + _SPARE_FILES
+    if 0 <= hard < due:  # HDF5 keeps all parts open, and reads zeros if it cannot
         raise refuse(file, f"it has {len(files)} files, but only {hard} may be open", "raise ulimit -n")
+    if 0 <= soft < due:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (due, hard))
     names = axis_letters(_hdf5_names(data), data.shape)
     lead = min(map(names.find, "ZYX"))
     unit = data.chunks or [1 if axis <= lead else size for axis, size in enumerate(data.shape)]
