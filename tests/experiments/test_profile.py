@@ -81,6 +81,7 @@ def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int
     assert rows[-1][1] == format_duration(work_s)
 
 
+@pytest.mark.long
 def test_a_real_profile_leaves_an_existing_run_alone(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def same(one: Iterable[PatchBatch], other: Iterable[PatchBatch]) -> int:
 # ---- what a batch holds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtypes", [("uint8", "uint16"), ("int8", "uint8", "float32"), ("bool", "int16")])
 @pytest.mark.parametrize("resident", [False, True])
 def test_volumes_of_any_dtypes_mix_and_each_has_its_own_values(
@@ -202,6 +203,7 @@ def test_the_validation_slab_is_held_out(volume: Path) -> None:
         assert loader.validation_boxes == (None,)
 
 
+@pytest.mark.long
 def test_a_weighted_second_entry_oversamples_ink(tmp_path: Path) -> None:
     """One volume twice: the second entry's patches all hold ink, and those of the first come from everywhere."""
     scan, ink = write_array(tmp_path / "scan.zarr", textured(SHAPE)), np.zeros(SHAPE, np.uint8)
@@ -342,6 +344,7 @@ def test_a_resident_copy_does_not_change_batches(volume: Path) -> None:
         assert kept.stream.has_resident
 
 
+@pytest.mark.long
 def test_two_loaders_read_concurrently(volume: Path) -> None:
     """Ray Data's settings are one for all threads: one loader's executions must not run by the other's."""
     options: dict[str, Any] = {"workers": 1, "resident": False, "normalize": False, "length": 100}

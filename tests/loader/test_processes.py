@@ -90,7 +90,9 @@ def test_a_loader_may_be_collected_inside_a_submit_of_its_own_thread(volume: Pat
     assert ended.stdout == "[True, True, True, True]\n", ended.stderr
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader", "cycle", "traceback"])
+@pytest.mark.parametrize(
+    "kind", ["cycle", "traceback", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("stream", "loader"))]
+)
 def test_a_dropped_loader_or_stream_frees_its_threads_and_memory(volume: Path, kind: str) -> None:
     def names() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name != "end"]

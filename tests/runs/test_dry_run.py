@@ -45,6 +45,7 @@ def test_the_dry_run_describes_the_run_and_writes_nothing(
         assert of_run[:3] == format_duration(factor * step_s * steps)[:3]
 
 
+@pytest.mark.long
 def test_the_dry_run_refuses_a_gpu_that_is_too_small_and_names_what_fits(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

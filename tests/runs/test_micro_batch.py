@@ -115,6 +115,7 @@ def test_a_single_patch_that_runs_out_of_memory_ends_the_run(
     assert "train_batch_size 1 does not fit the GPU: out of memory" in records_of("run_end")[-1]["cause"]
 
 
+@pytest.mark.long
 def test_a_resume_chooses_the_micro_batch_again_and_continues_at_the_next_sample(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_resume_chooses_the_micro_batch_again_and_continues_at_the_next_sample
     assert "changed since the checkpoint: training.train_batch_size: was 2, is 8" in log
 
 
+@pytest.mark.long
 def test_the_dry_run_names_the_micro_batch_of_the_run(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

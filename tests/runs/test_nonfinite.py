@@ -32,7 +32,7 @@ class LateClock(HostClock):
         return late if wait else late[:-1]
 
 
-@pytest.mark.parametrize("behind", ["another error", "the end"])
+@pytest.mark.parametrize("behind", [pytest.param("another error", marks=pytest.mark.long), "the end"])
 def test_a_non_finite_step_is_noticed_although_its_figures_arrive_late(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, behind: str
 ) -> None:

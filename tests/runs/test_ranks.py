@@ -160,6 +160,7 @@ def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
     assert "Traceback" not in output_of(tmp_path, 2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_rank_0_saves_while_waiting_for_data_when_another_rank_fails(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         np.testing.assert_allclose(shown, expected.clip(0, 255), atol=2)
 
 
+@pytest.mark.long
 @in_plain
 def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A program that used another network as the guide would change samples even with identical weights."""
@@ -248,6 +249,7 @@ def test_a_sample_depends_on_seed_and_index_and_batches_start_at_multiples_of_th
     assert all((a != b).any() for a in other for b in three)
 
 
+@pytest.mark.long
 @in_plain
 def test_averaged_weights_and_the_first_volume_are_the_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -338,6 +340,7 @@ def test_invalid_arguments_and_checkpoints_are_refused_in_one_line(
     assert "young has no checkpoint yet; wait for the first" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_refused_and_an_intact_one_next_to_it_is_used(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

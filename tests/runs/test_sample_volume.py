@@ -109,6 +109,7 @@ def test_a_condition_of_any_size_is_used_tile_by_tile_and_a_box_keeps_its_positi
     assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
 
 
+@pytest.mark.long
 def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +348,7 @@ def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
 
 
+@pytest.mark.long
 def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_sampler_settings_and_scale_may_change_on_resume_but_network_labels_and_
     assert place in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path) -> None:
     scan, labels = tmp_path / "scan.zarr", tmp_path / "labels.zarr"
     assert not vesuvius_train(

@@ -100,6 +100,7 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     assert "ranks:" not in Path("tiny.tuned.yaml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
@@ -153,6 +154,7 @@ def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
     assert report()["recommendation"]["certainty"] == verdict
 
 
+@pytest.mark.long
 def test_an_interrupted_tune_reports_its_results_and_leaves_nothing_of_an_earlier_one(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_value_that_the_host_waits_for_is_counted(step_cost: Any) -> None:
     assert costs.syncs == 1
 
 
+@pytest.mark.long
 def test_a_step_of_the_demo_waits_for_nothing(step_cost: Any) -> None:
     micro_batch, update, batch, pieces = step_cost.count(REPOSITORY / "configs/demo.yaml", [], None)
     assert (batch, pieces) == (8, 1)
@@ -65,6 +66,7 @@ def test_a_step_of_the_demo_waits_for_nothing(step_cost: Any) -> None:
     assert micro_batch.flops > 0 < update.kernels
 
 
+@pytest.mark.long
 def test_a_compiled_block_is_counted_by_its_fused_kernels_forward_and_backward(step_cost: Any) -> None:
     # A count without the backward pass, or of operations one by one, gives other figures.
     def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_a_fork_while_other_threads_read_leaves_no_lock_held(tmp_path: Path) -> 
     for thread in threads:
         thread.start()
     try:
-        for _ in range(12):
+        for _ in range(4):
             assert in_child(lambda: check(volume)) == 0
     finally:
         stopped.set()

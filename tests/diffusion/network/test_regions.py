@@ -74,7 +74,7 @@ RECOMPUTED, KEPT, CHECKPOINTED = Execution(True), Execution(False), Execution(Tr
 @pytest.mark.parametrize(
     ("execution", "last"),
     [
-        pytest.param(RECOMPUTED, True, id="recomputed-zyxc"),  # as a GPU trains
+        pytest.param(RECOMPUTED, True, id="recomputed-zyxc", marks=pytest.mark.long),  # as a GPU trains
         # Each compiles for ten seconds.
         pytest.param(RECOMPUTED, False, id="recomputed-czyx", marks=pytest.mark.long),
         pytest.param(KEPT, False, id="kept-czyx", marks=pytest.mark.long),

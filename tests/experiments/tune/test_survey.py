@@ -82,6 +82,7 @@ def test_a_setting_survives_the_round_trip_through_a_config(tiny_config: WriteCo
     assert in_words(source, source) == "nothing"
 
 
+@pytest.mark.long
 def test_a_tune_of_auto_starts_from_the_micro_batch_of_a_run(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config(training={"train_batch_size": "auto", "accumulate_steps": 6, "ranks": 2}))
     setting = Setting.of(with_micro_batch(config))

@@ -219,6 +219,7 @@ def test_summary_and_table_agree_on_every_metric() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_patches_without_texture_are_unknown_and_metrics_are_plain_json() -> None:
     found = judged(np.full((COUNT, 8, 16, 16), -3, np.float32))
     text = json.dumps(plain(found), allow_nan=False)

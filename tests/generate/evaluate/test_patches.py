@@ -78,6 +78,7 @@ def test_augmented_training_patches_are_at_the_floor_in_every_metric(tmp_path: P
     assert not [metric.name for metric in found.metrics if metric.differs is not False], verdict(found)
 
 
+@pytest.mark.long
 def test_a_model_that_ignores_the_rotations_of_training_differs_from_real(tmp_path: Path) -> None:
     """If all that is compared were turned, it would not show."""
     source = source_of(tmp_path, AugmentConfig())

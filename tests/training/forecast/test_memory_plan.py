@@ -110,7 +110,11 @@ def test_the_planned_peak_equals_that_of_a_real_step(config: Config, amp: AmpMod
 
 @pytest.mark.parametrize(
     ("config", "amp"),
-    [(DEFAULT, "off"), (PLAIN, "bf16"), pytest.param(make_config(model=NO_STEM), "bf16", marks=pytest.mark.long)],
+    [
+        pytest.param(DEFAULT, "off", marks=pytest.mark.long),
+        (PLAIN, "bf16"),
+        pytest.param(make_config(model=NO_STEM), "bf16", marks=pytest.mark.long),
+    ],
     ids=["default", "plain", "no_stem"],
 )
 def test_an_extrapolated_plan_equals_its_own_trace(config: Config, amp: AmpMode) -> None:
@@ -159,6 +163,7 @@ def test_attention_is_counted_without_a_matrix_of_scores(fake: bool) -> None:
     assert max(footprint.history) < n * n * 4, "the scores of all pairs would take 4 MiB"
 
 
+@pytest.mark.long
 def test_accumulated_gradients_live_through_the_forward_passes() -> None:
     one, four = (plan_memory(DEFAULT.with_training(accumulate_steps=n), 8) for n in (1, 4))
     assert four.flops_per_step == 4 * one.flops_per_step

@@ -82,6 +82,7 @@ def test_an_untraceable_step_costs_the_mfu_but_not_the_run(
     assert "an operator without a fake" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("channels_last", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_convolution_is_timed_in_the_layout_and_dtype_of_the_run_and_more_than_once(channels_last: bool) -> None:
     seen: list[tuple[bool, torch.dtype]] = []

@@ -26,7 +26,7 @@ def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_bat
     the size of the step, or plan without the gradients of earlier micro-batches."""
     config = small(*AUTO)
     chosen = []
-    for room_for in (12, 11, 6, 5, 4, 3, 2, 1):
+    for room_for in (12, 5, 1):
         size = max(size for size in (12, 6, 4, 3, 2, 1) if size <= room_for)
         room = int(needs(config, size) / VRAM_SHARE) + 2
         found = fit_micro_batch(config, room, gpu=True)
@@ -35,7 +35,7 @@ def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_bat
         assert found.step.vram_bytes == needs(config, size)
         below = fit_micro_batch(config, int((needs(config, size) - 2) / VRAM_SHARE), gpu=True)
         assert (below.config.training.micro_batch < size) if size > 1 else not below.fits
-    assert chosen == [12, 6, 6, 4, 4, 3, 2, 1]
+    assert chosen == [12, 4, 1]
 
 
 def test_if_nothing_fits_one_patch_is_tried_with_a_note() -> None:

@@ -138,6 +138,7 @@ def test_the_test_needs_less_memory_than_planned_and_than_the_step(batch: int, c
     assert replace(plan, live_bytes=(1,)).peak_bytes == plan.self_test_bytes
 
 
+@pytest.mark.long
 def test_if_the_test_runs_out_of_memory_the_micro_batch_is_halved_or_the_run_ends_with_3(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_cache_returns_the_current_version(tmp_path: Path, layout: str, head
             assert not part.any(), "what is gone from the store is not kept either"
 
 
+@pytest.mark.long
 def test_the_cache_checks_object_stores_too(tmp_path: Path, s3: Any) -> None:
     for name, voxels in (("a", OLD), ("b", NEW)):
         path = write_array(tmp_path / name, voxels, 16, **LAYOUTS["shards"])
