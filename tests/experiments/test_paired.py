@@ -79,7 +79,7 @@ def test_between_two_looks_the_earlier_one_counts_and_two_pairs_have_no_interval
 
 
 @pytest.mark.parametrize("trials", [1, 9])
-def test_all_cells_of_a_bench_together_are_wrong_in_at_most_5_percent(trials: int) -> None:
+def test_all_trials_of_a_bench_together_are_wrong_in_at_most_5_percent(trials: int) -> None:
     """Nine trials that are as fast as the baseline, each compared in the same six rounds."""
     rng, wrong = np.random.default_rng(1), 0
     for _ in range(1000):

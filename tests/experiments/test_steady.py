@@ -53,7 +53,7 @@ def length_of(cycles_s: list[float]) -> int:
     raise AssertionError("it never ends")
 
 
-def test_a_block_is_longer_the_more_its_cycles_vary_and_four_times_as_long_at_most() -> None:
+def test_a_trial_is_longer_the_more_its_cycles_vary_and_four_times_as_long_at_most() -> None:
     assert length_of([1.0] * 100) == 10
     assert 10 < length_of([0.7, 1.3] * 50) <= 40
     assert length_of([0.1, 1.9] * 50) == 40

@@ -102,7 +102,7 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
+def test_the_dry_run_names_trials_with_memory_and_time_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_tune(tiny_config(training=LONG | {"workers": 1}), "--dry-run") == EXIT_OK

@@ -57,7 +57,7 @@ def interrupt_when_it_trains(over: threading.Event) -> None:
     return None
 
 
-def test_a_real_bench_with_a_cell_that_fails_interrupted_and_again(
+def test_a_real_bench_with_a_trial_that_fails_interrupted_and_again(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     axes = ["--compare", "training.accumulate_steps=1,2", "--compare", "data.patch_size=[8,16,16],[160,16,16]"]
@@ -103,7 +103,7 @@ def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides:
     return measure_trial(tmp_path / "trials", read_config(config, overrides), 0.2, limit_s)
 
 
-def test_a_cell_that_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
+def test_a_trial_that_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
     found = measured(config, tmp_path, _HANG_S, "monitor.ram_limit_gib=0.1")
     assert found.ended == "failed"
     assert "not started: it needs about" in found.cause
@@ -122,7 +122,7 @@ def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
         outage.set()
 
 
-def test_a_cell_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> None:
+def test_a_trial_that_takes_too_long_is_killed(config: Path, tmp_path: Path) -> None:
     found = measured(config, tmp_path, 0.0)
     assert found.ended == "timeout"
     assert "no result within" in found.cause

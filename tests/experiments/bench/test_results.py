@@ -1,4 +1,4 @@
-"""Cells, rounds, speeds and bands: closed forms and properties, on a simulated machine that drifts."""
+"""Trials, rounds, speeds and bands: closed forms and properties, on a simulated machine that drifts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vesuvius.experiments.bench.session import measure_rounds
 from vesuvius.training.stop import StoppedError
 
 Measure = Callable[[int, int], Measurement]
-CELLS = (Trial("a"), Trial("b"), Trial("c"))
+TRIALS = (Trial("a"), Trial("b"), Trial("c"))
 
 
 def test_sweeps_are_crossed_and_compared_keys_change_alone() -> None:
@@ -79,7 +79,7 @@ def results(seed: int, gains: list[float], drift: float) -> list[Result]:
     """Of six rounds."""
     machine, done = Machine(seed, gains, drift, 6 * len(gains)), list[Measurement]()
     measure_rounds(done, len(gains), 6, machine.measure)
-    return results_of(CELLS[: len(gains)], done)
+    return results_of(TRIALS[: len(gains)], done)
 
 
 @pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
@@ -90,7 +90,7 @@ def test_intervals_cover_the_truth_about_as_often_as_stated(drift: float) -> Non
     assert covered >= 0.975 - 0.033  # of two trials; three standard errors of 200 benches
 
 
-def test_every_other_round_is_reversed_and_failed_cells_are_left_out() -> None:
+def test_every_other_round_is_reversed_and_failed_trials_are_left_out() -> None:
     done = list[Measurement]()
 
     def measure(trial: int, round: int) -> Measurement:
@@ -101,7 +101,7 @@ def test_every_other_round_is_reversed_and_failed_cells_are_left_out() -> None:
     with pytest.raises(StoppedError):
         measure_rounds(done, 3, 3, measure)
     assert [(m.trial, m.round) for m in done] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1), (0, 2)]
-    base, failed, other = results_of(CELLS[:3], done)
+    base, failed, other = results_of(TRIALS[:3], done)
     assert (len(base.rates), len(failed.rates), failed.cause) == (3, 1, "timeout: ")
     assert other.speed is not None
     assert other.speed.pairs == 2, "rounds that have both"
@@ -133,7 +133,7 @@ def test_a_bench_of_ranks_has_efficiency_and_band() -> None:
     assert [row[0] for row in table_of(found).rows] == [trial.label for trial in RANKED]
 
 
-def test_a_cell_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
+def test_a_trial_that_fails_keeps_its_cause_and_so_does_the_baseline() -> None:
     found = results_of(RANKED, ranked(failed=2))
     assert found[2].cause == "gpu_memory: needs 90 GiB"
     assert headline(found).endswith("Failed: training.ranks=4.")
@@ -158,13 +158,13 @@ def headlines(gains: list[float], benches: int) -> list[str]:
 
 
 @pytest.mark.parametrize("trials", [2, 3, 8])
-def test_of_equal_cells_one_is_called_faster_in_at_most_5_percent(trials: int) -> None:
+def test_of_equal_trials_one_is_called_faster_in_at_most_5_percent(trials: int) -> None:
     found = headlines([0.0] * trials, 800)
     assert sum(not words.startswith("No trial is measurably faster") for words in found) <= 0.05 * 800
 
 
 @pytest.mark.parametrize("rivals", [2, 5])
-def test_of_equally_fast_cells_none_is_called_the_fastest(rivals: int) -> None:
+def test_of_equally_fast_trials_none_is_called_the_fastest(rivals: int) -> None:
     found = headlines([0.0, *[0.3] * rivals], 400)
     assert sum("is fastest" in words for words in found) <= 0.05 * 400
     faster = [words for words in found if "is measurably faster" in words]
@@ -172,24 +172,24 @@ def test_of_equally_fast_cells_none_is_called_the_fastest(rivals: int) -> None:
     assert sum("; not measurably faster than trial" in words for words in faster) == len(faster)
 
 
-def test_the_fastest_cell_is_named_if_it_was_tested_against_the_next() -> None:
+def test_the_fastest_trial_is_named_if_it_was_tested_against_the_next() -> None:
     found = headlines([0.0, 0.1, 0.5], 200)
     assert sum(words.startswith("trial 2 is fastest: ") for words in found) >= 0.9 * 200
     assert not any("trial 1 is fastest" in words for words in found)
 
 
-def test_a_cell_measured_once_neither_wins_nor_hides_one_that_did() -> None:
+def test_a_trial_measured_once_neither_wins_nor_hides_one_that_did() -> None:
     done = [Measurement(0, r, "ok", samples_s=10.0 + r) for r in range(6)]
     done += [Measurement(1, r, "ok", samples_s=(1.2 + 0.004 * (-1) ** r) * (10.0 + r)) for r in range(6)]
     done += [Measurement(2, 0, "ok", samples_s=20.0), Measurement(2, 1, "gpu_memory", "needs 90 GiB")]
-    found = results_of(CELLS[:3], done)
+    found = results_of(TRIALS[:3], done)
     label = found[1].label
     assert headline(found).startswith(f"{label} is measurably faster: 20 % faster than ")
     assert f"; not measurably faster than {found[2].label}.  Failed: " in headline(found)
     page = build_page("n", "d", {}, found, "", "vesuvius train")
     assert page.tone == "good"
     (command,) = page.commands
-    assert all(override in command for override in CELLS[1].overrides)
-    alone = results_of([CELLS[0], CELLS[2]], [replace(m, trial=m.trial // 2) for m in done if m.trial != 1])
+    assert all(override in command for override in TRIALS[1].overrides)
+    alone = results_of([TRIALS[0], TRIALS[2]], [replace(m, trial=m.trial // 2) for m in done if m.trial != 1])
     assert headline(alone).startswith("No trial is measurably faster than ")
     assert "2.00 times as fast as the a (too few rounds to test)" in headline(alone)

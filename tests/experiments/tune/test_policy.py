@@ -199,7 +199,7 @@ def test_where_no_knob_matters_at_most_5_percent_of_tunes_change_the_config(dist
     assert sum(each.written != source for each in found) <= ALPHA * 100
 
 
-def test_the_block_that_chose_a_setting_is_not_taken_to_confirm_it() -> None:
+def test_the_trial_that_chose_a_setting_is_not_taken_to_confirm_it() -> None:
     machine = BY_NAME["bursts"]
     search = tune(machine)
     confirming = [
@@ -223,7 +223,7 @@ def test_a_source_that_does_not_fit_or_dies_ends_the_tune_and_says_why() -> None
 
 @pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "VRAM-capped", "CPU", "bursts"])
 @pytest.mark.parametrize("kept", [("workers",), ("prefetch_factor", "compile"), ("train_batch_size",)])
-def test_no_block_changes_a_kept_knob(name: str, kept: tuple[Knob, ...]) -> None:
+def test_no_trial_changes_a_kept_knob(name: str, kept: tuple[Knob, ...]) -> None:
     machine = BY_NAME[name]
     search = tune(machine, 0, replace(machine.space(), kept=kept))
     for setting in (conclude(search).best, *settings_of(search)):

@@ -60,7 +60,7 @@ def test_the_headline_states_the_gain_and_its_certainty() -> None:
     assert "no change yet" in page.facts["tuned config"]
 
 
-def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
+def test_every_trial_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
     search, found = tuned("dies above a threshold")
     options = build_options(found, search, steps=1000)
     page = build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, (), "name: x")

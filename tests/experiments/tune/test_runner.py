@@ -88,7 +88,7 @@ def when_it_trains(run: Path, act: Callable[[int], object]) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")
-def test_one_trainer_measures_block_after_block(config: Config, trials: Path) -> None:
+def test_one_trainer_measures_trial_after_trial(config: Config, trials: Path) -> None:
     """Global batches of 4 samples; a task gives 16, and so many regions are in flight."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"regions_in_flight": 16})})
     setting = Setting.of(config)
@@ -146,7 +146,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
 
 
-def test_a_killed_or_stopped_trainer_costs_one_block_and_leaves_no_process(config: Config, trials: Path) -> None:
+def test_a_killed_or_stopped_trainer_costs_one_trial_and_leaves_no_process(config: Config, trials: Path) -> None:
     setting, stopped = Setting.of(config), threading.Event()
     with closing(TrialRunner(config, trials, stopping=stopped.is_set)) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
