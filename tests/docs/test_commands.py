@@ -32,3 +32,9 @@ def test_pytest_commands_select_tests(document: Path) -> None:
         wanted = re.findall(r"\w+", re.sub(r"\b(and|or|not)\b", " ", chosen))
         assert names or not paths, f"no tests in {paths}: pytest {command}"
         assert all(any(word in name for name in names) for word in wanted), f"no test is chosen by pytest {command}"
+
+
+def test_the_mutations_name_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)", (REPOSITORY / "CONTRIBUTING.md").read_text())
+    assert len(named) >= 20
+    assert not [name for file, name in named if name not in names_below(f"tests/{file}")]
