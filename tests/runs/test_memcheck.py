@@ -27,7 +27,7 @@ from tests.support.memcheck_runs import (
 from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.post_mortem import Cause, Death, append_death
 from vesuvius.monitor.samples import MemorySample, RecentFile
-from vesuvius.monitor.session import begin_session, end_session, read_session
+from vesuvius.monitor.session import begin_session, read_session
 from vesuvius.monitor.verdict import diagnose
 
 
@@ -118,18 +118,6 @@ def test_a_death_is_an_oom_kill_only_if_memory_ran_out(tmp_path: Path, cause: Ca
     assert (found["exit_code"], len(found["kills"]), len(found["deaths"])) == (code, code == 12, code == 10)
     assert ("OOM kill" in table) == (code == 12)
     assert post_mortem.returncode == (code or 11), "the guard's own end"
-
-
-def test_a_run_that_ended_normally_is_not_a_kill(tmp_path: Path) -> None:
-    directory = tmp_path / "runs/tiny"
-    directory.mkdir(parents=True)
-    record = begin_session(directory / "session.json", "tiny", 0, MemoryPolicy())
-    end_session(directory / "session.json", record, 75)
-    found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
-    assert (found["state"], found["exit_code"], found["kills"]) == ("ended", 0, [])
-    assert "with exit code 75" in found["state_text"]
-    done = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "run tiny: no deaths recorded\n")
 
 
 def test_a_reader_death_in_this_session_is_12_and_one_in_an_earlier_session_is_not(tmp_path: Path) -> None:

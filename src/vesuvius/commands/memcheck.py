@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
-from vesuvius.monitor.memcheck.inspection import Inspection, inspect_run, machine_inspector
+from vesuvius.monitor.memcheck.inspection import Inspection, inspect_machine, inspect_run
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if run is not None:
         return watch(partial(inspect_run, run), args)
     with Gpus(within_s=5.0) as gpus:
-        return watch(machine_inspector(gpus, _runs_at_work()), args)
+        return watch(partial(inspect_machine, gpus, _runs_at_work()), args)
 
 
 def _parser() -> Parser:

@@ -92,44 +92,37 @@ def test_no_order_in_twenty_healthy_minutes(name: str):
     assert machine.killed_s is None
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (12 * MB, 3.0)])
-def test_leaking_readers_are_restarted(rate: float, step_s: float):
-    """Each order resets the readers to their base size; nothing is killed in half an hour."""
-    machine = Machine(step_s=step_s, reader=lambda age: 1 * GIB + rate / 4 * age).run(1500)
-    assert machine.killed_s is None
-    assert machine.exited_s is None
-    assert set(machine.actions) == {"restart"}, "as many readers and batches ahead as before"
+LEAKING_READERS = [  # each order resets them to their base size
+    Machine(step_s=18.0, reader=lambda age: 1 * GIB + 12.5 * MB * age),
+    Machine(step_s=3.0, reader=lambda age: 1 * GIB + 3 * MB * age),
+    # one reader and one prefetched batch: nothing can be reduced, and without a reader the trainer would leak
+    Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age),
+]
 
 
-def test_the_last_leaking_reader_is_restarted_too():
-    """One reader and one prefetched batch: nothing can be reduced, and without a reader the trainer would leak."""
-    machine = Machine(step_s=18.0, workers=1, prefetch=1, reader=lambda age: 1 * GIB + 25 * MB * age).run(1000)
-    assert machine.killed_s is None
-    assert machine.exited_s is None
-    assert set(machine.actions) == {"restart"}
+@pytest.mark.parametrize("machine", LEAKING_READERS)
+def test_leaking_readers_are_restarted_unchanged_also_the_last_one(machine: Machine):
+    workers = machine.workers, machine.prefetch
+    assert set(machine.run(1200).actions) == {"restart"}
+    assert (machine.killed_s, machine.exited_s) == (None, None)
+    assert (machine.workers, machine.prefetch) == workers
 
 
-def test_readers_that_leak_too_fast_lead_to_an_exit():
-    machine = Machine(reader=lambda age: 1 * GIB + 90 * MB * max(age - 100, 0)).run(2000)
+EXITS = [
+    Machine(reader=lambda age: 1 * GIB + 90 * MB * max(age - 100, 0)),  # too fast for restarts
+    *(
+        Machine(step_s=step_s, trainer=lambda t, rate=rate: 4 * GIB + _leak(rate)(t))
+        for rate, step_s in [(50 * MB, 18.0), (8 * MB, 30.0), (100 * MB, 0.5), (100 * MB, 30.0)]
+    ),
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("machine", EXITS)
+def test_a_leak_that_restarts_cannot_stop_ends_the_run_before_the_kill(machine: Machine):
+    assert machine.run(20_000).actions[-1] == "exit"
     assert machine.killed_s is None
     assert machine.exited_s is not None
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("rate", "step_s"), [(50 * MB, 18.0), (8 * MB, 30.0), (100 * MB, 0.5), (100 * MB, 30.0)])
-def test_a_leaking_trainer_exits_a_step_before_the_kill(rate: float, step_s: float):
-    machine = Machine(step_s=step_s, trainer=lambda t: 4 * GIB + _leak(rate)(t)).run(20_000)
-    assert machine.killed_s is None
-    assert machine.actions[-1] == "exit"
-    left = RAY_GIB * GIB - 2 * GIB - machine.trainer(machine.exited_s) - machine.workers * GIB
-    assert left > 0
-
-
-def test_readers_are_reduced_once_before_the_exit_if_there_is_time():
-    machine = Machine(trainer=lambda t: 4 * GIB + _leak(6 * MB)(t)).run(20_000)
-    assert machine.actions == ["shrink", "exit"]
-    assert (machine.prefetch, machine.workers) == (4, 3)
 
 
 @pytest.mark.sample(2)
@@ -148,31 +141,33 @@ def test_growth_of_other_programs_leads_to_no_order(rate: float, step_s: float, 
     assert machine.killed_s is not None, "by others; the run could not have prevented it"
 
 
-def test_growth_is_attributed_to_the_run_or_to_other_programs():
-    """20 MB/s of theirs and a tenth of that of ours counts as theirs; equal growth counts as ours."""
-    theirs = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(2 * MB)(t))
-    assert theirs.run(3000).actions == []
-    both = Machine(others=lambda t: 2 * GIB + _leak(20 * MB)(t), trainer=lambda t: 4 * GIB + _leak(20 * MB)(t))
-    assert both.run(3000).actions[-1] == "exit"
-    assert both.killed_s is None
-
-
-def test_constant_memory_of_other_programs_counts_only_if_it_was_there_from_the_start():
-    assert Machine(others=lambda t: 11.5 * GIB if t > 400 else 2 * GIB).run(1200).actions == []
-    assert Machine(others=lambda t: 12 * GIB).run(1200).actions[0] == "shrink"
+@pytest.mark.parametrize(
+    ("trainer", "others", "first", "exits"),
+    [
+        # readers are reduced once before the exit if there is time
+        (lambda t: 4 * GIB + _leak(6 * MB)(t), lambda t: 2 * GIB, "shrink", True),
+        # 20 MB/s of theirs and a tenth of that of ours counts as theirs; equal growth counts as ours
+        (lambda t: 4 * GIB + _leak(2 * MB)(t), lambda t: 2 * GIB + _leak(20 * MB)(t), None, False),
+        (lambda t: 4 * GIB + _leak(20 * MB)(t), lambda t: 2 * GIB + _leak(20 * MB)(t), "shrink", True),
+        # memory of others counts only if it was there from the start
+        (lambda t: 4 * GIB, lambda t: 11.5 * GIB if t > 400 else 2 * GIB, None, False),
+        (lambda t: 4 * GIB, lambda t: 12 * GIB, "shrink", False),
+        # a peak of two seconds beyond `exit_at` does not end the run
+        (lambda t: (15.3 if 405 <= t < 407 else 4) * GIB, lambda t: 2 * GIB, "shrink", False),
+    ],
+)
+def test_the_orders_of_a_machine_whose_memory_changes(trainer, others, first: str | None, exits: bool):
+    machine = Machine(trainer=trainer, others=others).run(4000)
+    assert machine.actions == [*filter(None, [first]), *(["exit"] if exits else [])]
+    assert (machine.exited_s is not None) == exits
+    assert machine.killed_s is None or not machine.actions
 
 
 def test_an_order_is_withdrawn_if_a_burst_passes_within_the_step():
-    """5 s at 86 %, which end long before the step of 40 s: the order is withdrawn."""
+    """5 s at 86 %, which end long before the step of 40 s."""
     machine = Machine(step_s=40.0, trainer=lambda t: (12 if 405 <= t < 410 else 4) * GIB + 2 * GIB).run(1200)
     assert machine.actions == ["shrink"]
     assert (machine.prefetch, machine.workers, machine.exited_s) == (8, 4, None)
-
-
-def test_a_short_peak_beyond_exit_at_shrinks_the_run_instead_of_ending_it():
-    machine = Machine(trainer=lambda t: (15.3 if 405 <= t < 407 else 4) * GIB).run(600)
-    assert machine.actions == ["shrink"]
-    assert machine.exited_s is None
 
 
 def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machine | None:

@@ -66,14 +66,6 @@ def test_a_single_step_is_never_a_trend(at_s: int, shape: str):
         assert series.trend is None
 
 
-@pytest.mark.parametrize("name", ["quiet", "sawtooth of 7 s", "sawtooth of 18 s", "a step without noise"])
-def test_series_without_growth_never_have_a_trend(name: str):
-    series = PeakSeries()
-    for second, value in enumerate(healthy_series()[name]):
-        series.add(second, value)
-        assert series.trend is None
-
-
 def test_a_buffer_that_refills_to_its_old_level_is_no_growth():
     """Only the first filling, at 15 MB/s, may look like a leak; later noise is at most a third of that."""
     series = PeakSeries()

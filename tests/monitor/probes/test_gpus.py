@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ import pytest
 
 from vesuvius.monitor.probes import gpus as gpus_module
 from vesuvius.monitor.probes.gpus import Gpus
-from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB
 
 
@@ -153,13 +151,6 @@ def test_a_driver_that_hangs_when_nvml_is_opened_is_given_up_and_used_once_it_an
         assert gpus.reason is None
     with Gpus(FakeNvml(Init=lambda: threading.Event().wait())):
         pass
-
-
-def test_a_sample_of_the_system_outlives_any_failure_of_its_gpus() -> None:
-    nvml = FakeNvml()
-    with Gpus(nvml) as gpus:
-        vars(nvml).update({name: _lost for name in vars(nvml) if name.startswith("nvmlDeviceGet")})
-        assert sample_system(os.getpid(), gpus).machine.total_bytes > 0
 
 
 def test_without_driver_or_nvidia_ml_py_there_are_no_gpus_and_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -131,17 +131,12 @@ class Inspection:
         return [each for each in found if each.now_bytes or each.part in ("store", "total", "vram")]
 
 
-def machine_inspector(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Callable[[], Inspection]:
-    """Return a function that inspects the machine and the limits of processes started from here."""
-    watch, name = RiskWatch(MemoryPolicy(), warmup_s=0.0), f"machine {os.uname().nodename}"
-
-    def inspect() -> Inspection:
-        machine = sample_system(os.getpid(), gpus)
-        risk = watch.add(machine)
-        found = Inspection(time.time(), "machine", name, machine=machine, no_gpus=gpus.reason, remarks=remarks)
-        return replace(found, level=risk.level, reason=risk.reason, limits=risk.limits)
-
-    return inspect
+def inspect_machine(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Inspection:
+    """Inspect the machine and the limits of processes started from here."""
+    name, machine = f"machine {os.uname().nodename}", sample_system(os.getpid(), gpus)
+    risk = RiskWatch(MemoryPolicy()).add(machine)
+    found = Inspection(time.time(), "machine", name, machine=machine, no_gpus=gpus.reason, remarks=remarks)
+    return replace(found, level=risk.level, reason=risk.reason, limits=risk.limits)
 
 
 def inspect_run(directory: Path) -> Inspection:

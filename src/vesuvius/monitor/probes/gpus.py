@@ -64,9 +64,8 @@ class Gpus:
         self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
         self._is_closed = False
         self._sample_all = BoundedCall(lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], within_s)
-        self._opening: BoundedCall[None] | None = BoundedCall(self._open, _OPEN_S)
         self.reason: str | None = f"NVML has not responded within {_OPEN_S:.0f} s"
-        self._opening()
+        BoundedCall(self._open, _OPEN_S)()  # what comes late is used by later samples
 
     def _open(self) -> None:
         try:
@@ -79,27 +78,26 @@ class Gpus:
             count, self.reason = 0, "nvidia-ml-py is not installed"
         except Exception as error:
             count, self.reason = 0, f"NVML does not respond: {one_line(error)}"
+        gpus = []
         for index in range(count):
             if (handle := self._ask("nvmlDeviceGetHandleByIndex", index)) is not None:
                 uuid = self._ask("nvmlDeviceGetUUID", handle, read=_text) or f"unknown-{index}"
-                self._gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle, read=_text) or "GPU", handle))
+                gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle, read=_text) or "GPU", handle))
                 self.reason = None
-        self._opening = None
+        self._gpus = gpus
 
     def __enter__(self) -> Gpus:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Shut NVML down, unless it hangs."""
-        if not self._is_closed and self._opening is None and self._gpus and not self._sample_all.is_running:
+        if not self._is_closed and self._gpus and not self._sample_all.is_running:
             BoundedCall(lambda: self._ask("nvmlShutdown"), _OPEN_S)()
         self._is_closed = True
 
     def sample(self) -> list[GpuUse]:
         """Sample each GPU that responds.  Empty once closed, and while NVML hangs."""
-        if (opening := self._opening) is not None:
-            opening()
-        return [] if self._is_closed or self._opening is not None or not self._gpus else self._sample_all() or []
+        return [] if self._is_closed or not self._gpus else self._sample_all() or []
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
         sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
