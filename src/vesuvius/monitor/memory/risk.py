@@ -228,9 +228,8 @@ class RiskWatch:
         growing = self._growing(sample)
         trends = {name: series.trend for name, series in self._of_limit.items()}
         left = {limit.name: _exhaustion(limit, trends[limit.name]) for limit in limits}
-        limits.sort(key=lambda limit: limit.left_bytes)
         soon = {name: each.likely_s for name, each in left.items() if each and each.within_s <= _FIRST_WITHIN_S}
-        limits.sort(key=lambda limit: soon.get(limit.name, math.inf))  # stable
+        limits.sort(key=lambda limit: soon.get(limit.name, math.inf))  # stable: the others stay sorted by bytes left
         trend, exhaustion = trends[limits[0].name], left[limits[0].name]
         level = self._next_level(sample.time, largest_share(limits, self._policy), exhaustion)
         own = self._own.trend
