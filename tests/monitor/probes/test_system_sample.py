@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
 from tests.support.real_cgroup import memory_cgroup_or_skip, popen_in
-from tests.support.system_trees import write_machine, write_process, write_v2
-from vesuvius.monitor.probes.system_sample import Watcher
+from tests.support.system_trees import Roots, empty_roots, write_machine, write_process, write_v2
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between, read_machine
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.volumes.box import shape_of
@@ -170,3 +171,92 @@ def test_a_recorded_run_adds_up(tmp_path: Path) -> None:
     assert sample.used_bytes == 4 * GIB, "no page cache, and shared memory once"
     assert sample.cgroup is not None
     assert sample.cgroup.levels[0].used_bytes == 4 * GIB
+
+
+# ---- counters of a recorded machine
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Roots:
+    roots = empty_roots(tmp_path)
+    write_machine(
+        roots,
+        total=64 * GIB,
+        available=40 * GIB,
+        shmem=2 * GIB,
+        cached=20 * GIB,
+        swap_total=8 * GIB,
+        swap_used=GIB,
+        oom_kills=3,
+        cores=((100.0, 1000.0), (400.0, 1000.0)),
+    )
+    return roots
+
+
+def test_used_memory_is_what_cannot_be_reclaimed(roots: Roots) -> None:
+    machine = read_machine()
+    assert (machine.total_bytes, machine.available_bytes, machine.used_bytes) == (64 * GIB, 40 * GIB, 24 * GIB)
+    assert machine.page_cache_bytes == 20 * GIB
+    assert (machine.swap_used_bytes, machine.swap_total_bytes) == (GIB, 8 * GIB)
+    assert machine.oom_kills == 3
+    assert machine.core_busy_s == (100.0, 400.0), "a core that waits for a disk is idle, and guests count once"
+    assert machine.core_total_s == (1000.0, 1000.0)
+
+
+def test_figures_that_the_kernel_lacks_are_none(roots: Roots) -> None:
+    (roots.proc / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nShmem: 50 kB\n")
+    (roots.proc / "vmstat").unlink()
+    machine = read_machine()
+    assert machine.total_bytes == 1000 * 1024
+    assert 100 * 1024 <= machine.available_bytes <= 400 * 1024
+    assert machine.page_cache_bytes == 250 * 1024
+    assert machine.oom_kills is None
+    assert len(machine.core_busy_s) == len(machine.core_total_s) == 2
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> tuple[SystemSample, SystemSample]:
+    """Two samples four seconds apart: one core was busy for three seconds, the other for one."""
+    roots = empty_roots(tmp_path)
+    write_process(roots, 10, cpu_s=50.0)
+    write_process(roots, 11, parent=10, cpu_s=7.0)
+    write_machine(roots, total=GIB, available=GIB, cores=((10, 100), (10, 100)))
+    watcher = Watcher(10)
+    first = watcher.sample()
+    write_process(roots, 10, cpu_s=56.0)
+    write_process(roots, 11, parent=10, cpu_s=8.0)
+    write_machine(roots, total=GIB, available=GIB, cores=((13, 104), (11, 104)))
+    return replace(first, clock_s=1000.0), replace(watcher.sample(), clock_s=1004.0)
+
+
+def test_counters_become_shares_and_rates(samples: tuple[SystemSample, SystemSample]) -> None:
+    rates = rates_between(*samples)
+    assert rates is not None
+    assert rates.core_busy == pytest.approx((0.75, 0.25))
+    assert rates.idle_cores({0, 1}) == pytest.approx(1.0)
+    assert rates.idle_cores({1}) == pytest.approx(0.75), "of those that a cpuset allows"
+    assert rates.idle_cores({7}) == pytest.approx(1.0), "numbers that mean nothing here"
+    assert rates.process_cores == pytest.approx({10: 1.5, 11: 0.25})
+
+
+def test_rates_ignore_the_wall_clock_and_are_none_if_a_counter_fell(
+    samples: tuple[SystemSample, SystemSample],
+) -> None:
+    first, second = samples
+    assert rates_between(first, replace(second, time=first.time - 3600)) == rates_between(first, second) is not None
+    assert rates_between(first, replace(second, clock_s=first.clock_s)) is None
+    assert rates_between(first, replace(second, clock_s=first.clock_s - 1)) is None
+    higher = replace(first.machine, core_busy_s=(10**6, 10**6))
+    assert rates_between(replace(first, machine=higher), second) is None
+
+
+def test_new_ended_and_pid_reusing_processes_have_no_rate(
+    samples: tuple[SystemSample, SystemSample],
+) -> None:
+    first, second = samples
+    root, child = second.processes
+    other = replace(child, started_s=child.started_s + 1)
+    newcomer = replace(child, pid=12)
+    rates = rates_between(first, replace(second, processes=(root, other, newcomer)))
+    assert rates is not None
+    assert set(rates.process_cores) == {10}
