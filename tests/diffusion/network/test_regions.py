@@ -72,19 +72,23 @@ RECOMPUTED, KEPT, CHECKPOINTED = Execution(True), Execution(False), Execution(Tr
 
 
 @pytest.mark.parametrize(
-    ("execution", "last"),
+    ("backend", "execution", "last"),
     [
-        pytest.param(RECOMPUTED, True, id="recomputed-zyxc", marks=pytest.mark.long),  # as a GPU trains
-        # Each compiles for ten seconds.
-        pytest.param(RECOMPUTED, False, id="recomputed-czyx", marks=pytest.mark.long),
-        pytest.param(KEPT, False, id="kept-czyx", marks=pytest.mark.long),
-        pytest.param(KEPT, True, id="kept-zyxc", marks=pytest.mark.long),
-        pytest.param(CHECKPOINTED, False, id="checkpointed-czyx", marks=pytest.mark.long),
-        pytest.param(CHECKPOINTED, True, id="checkpointed-zyxc", marks=pytest.mark.long),
+        pytest.param("eager", RECOMPUTED, True, id="traced-only"),
+        # As a GPU trains; these compile for ten seconds.
+        *(
+            pytest.param(
+                PARTITIONED, execution, last, id=f"{name}-{'zyxc' if last else 'czyx'}", marks=pytest.mark.long
+            )
+            for name, execution in (("recomputed", RECOMPUTED), ("kept", KEPT), ("checkpointed", CHECKPOINTED))
+            for last in (False, True)
+        ),
     ],
 )
-def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(execution: Execution, last: bool) -> None:
-    counter = CompileCounterWithBackend(PARTITIONED)
+def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(
+    backend: str, execution: Execution, last: bool
+) -> None:
+    counter = CompileCounterWithBackend(backend)
     calls: list[Any] = []
 
     def noted(*arguments: Any) -> Tensor:
@@ -104,7 +108,7 @@ def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(execu
     compiled_loss, compiled_size, compiled_gradients = trained(models[1])
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     assert_equal_but_for_rounding(gradients, compiled_gradients)
-    assert compiled_size <= size
+    assert backend == "eager" or compiled_size <= size, "the partitioner decides what is kept"
     assert counter.frame_count == len(different) < len(calls)
     trained(models[1])
     assert counter.frame_count == len(different), "the next micro-batch compiles nothing"
