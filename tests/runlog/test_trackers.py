@@ -280,3 +280,10 @@ def test_real_mlflow_continues_a_run_in_a_folder(
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted(metric.step for metric in history) == [0, 1, 2, 2, 3, 4]
     assert time.time() > history[0].timestamp / 1000 == 1004.5
+
+
+def test_a_short_server_failure_loses_only_its_figures(fake: Path, tmp_path: Path) -> None:
+    (fake / "fault").write_text("if call[0] == 'log' and call[1]['step'] in (1, 2): raise OSError('away')")
+    tracked(tmp_path, *(STEP | {"step": step} for step in range(5)), END)
+    assert [call[1]["step"] for call in calls(fake) if call[0] == "log"] == [0, 3, 4]
+    assert calls(fake)[-1] == ["finish", 0]
