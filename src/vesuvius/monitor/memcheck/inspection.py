@@ -122,7 +122,9 @@ class Inspection:
             part("root", "trainer", of.trainer_bytes, "trainer_bytes"),
             part("readers", f"readers ({len(readers)})", in_readers, "readers"),
             *(part("reader", f"reader {pid}", size, f"reader {pid}", pid) for pid, size in readers),
-            part("others", "Ray's own" if of.readers else "others", max(of.used_bytes - known, 0), "others"),
+            part(
+                "others", "Ray's own" if of.readers or of.workers else "others", max(of.used_bytes - known, 0), "others"
+            ),
             part("store", "shared memory", of.shared_bytes, "shared_bytes"),
             part("total", "total", max(of.used_bytes, known), "used_bytes"),
         ]
