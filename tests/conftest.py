@@ -27,12 +27,13 @@ import zarr
 from _pytest.assertion import rewrite
 from hypothesis import settings
 
-from tests.support import fork_server, orphans
+from tests.support import fork_server, forked, orphans
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import TINY_TRAINING, tiny_sections
 from vesuvius.monitor.probes import cgroup
 from vesuvius.runlog.logfile import _TerminalHandler
+from vesuvius.volume_tools import verify
 
 # Before a test imports torch.  Tiny networks gain nothing from a second thread and lose much if other work runs
 # on the machine: each layer then waits for the thread that has no core.
@@ -190,8 +191,10 @@ def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_of_fixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the readers of `volume verify`: a new process takes a second to import zarr."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "multiprocessing", forked.STAND_IN)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
         yield
 

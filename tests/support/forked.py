@@ -7,10 +7,11 @@ import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 
 _FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(["tests.volumes.store.test_cache"])
+_FORK_SERVER.set_forkserver_preload(["vesuvius.volume_tools.verify", "tests.volumes.store.test_cache"])
 
 
 def process(target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> BaseProcess:
@@ -22,6 +23,11 @@ def _run(environment: dict[str, str], target: Callable[..., None], args: tuple[A
     os.environ.clear()
     os.environ.update(environment)
     target(*args)
+
+
+class _Context(type(_FORK_SERVER)):  # type: ignore[misc]
+    def Process(self, target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:  # noqa: N802
+        return process(target, args, daemon=False)
 
 
 def in_child(act: Callable[[], object]) -> int:
@@ -38,3 +44,7 @@ def in_child(act: Callable[[], object]) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+STAND_IN = SimpleNamespace(get_context=lambda method: _Context())
+"""For `multiprocessing` in code under test."""

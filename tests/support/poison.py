@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.conftest import write_array
 from tests.support import fork_server
 from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.volume_tools.verify import Reading
 from vesuvius.volumes.format.decode import ChunkDecoder
 
 ROOT = Path(__file__).parents[2]
@@ -62,4 +63,4 @@ def arm(decode: Any = ChunkDecoder.__call__) -> None:
         return voxels
 
     ChunkDecoder.__call__ = poisoned  # type: ignore[method-assign]
-    ReaderJob.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
+    ReaderJob.__reduce__ = Reading.__reduce__ = _reduce  # type: ignore[method-assign, assignment]

@@ -1,4 +1,4 @@
-"""Every stored chunk is read once, even across interruptions; broken chunks are listed."""
+"""Every stored chunk is read once, even across interruptions; broken chunks are listed even if they kill a process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
+from tests.support.poison import poison, write_volume
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
@@ -40,7 +42,7 @@ def causes(stats: VerifyStats) -> dict[tuple[int, int, int], str]:
 def test_an_intact_volume_is_read_once_and_verified(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     for address in (path, server.url_of(path)):
-        found = verified(address, threads=2)
+        found = verified(address, processes=2)
         assert (found.chunks, found.broken) == (CHUNKS, [])
         assert found.done == found.objects == (8 if layout == "v3-sharded" else CHUNKS)
     if "sharded" not in layout:
@@ -88,6 +90,17 @@ def test_a_damaged_shard_index_is_reported_once(tmp_path: Path) -> None:
     assert broken.box == ((64, 64, 64), (96, 128, 128)), "cut at the end of the array"
 
 
+def test_a_chunk_that_kills_its_process_is_listed(tmp_path: Path) -> None:
+    path = write_volume(tmp_path / "v.zarr", textured(SHAPE))
+    poison(path, (1, 0, 1))
+    found = verified(path, processes=2)
+    (broken,) = found.broken
+    assert broken.chunk == (1, 0, 1)
+    assert broken.key == "1/0/1"
+    assert broken.cause.startswith("decoding it killed the process")
+    assert found.chunks == CHUNKS
+
+
 def test_an_outage_ends_a_verification_and_the_next_one_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,21 +134,24 @@ DOOR = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_verification_resumes(
+def test_an_interrupted_verification_resumes_and_leaves_no_process(
     server: ChunkServer, tmp_path: Path, number: int, cache_home: Path
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "0/0/0").write_bytes(b"torn")
     server.set_faults([{"path": r"v\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
-    command = [sys.executable, "-c", DOOR, "verify", server.url_of(path), "--threads=2", "--requests=2", "--json"]
+    command = [sys.executable, "-c", DOOR, "verify", server.url_of(path), "--processes=2", "--requests=2", "--json"]
     with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not any(len(file.read_text().splitlines()) > 4 for file in cache_home.glob("vesuvius/verify/*")):
             assert process.poll() is None
             time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         _, error = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), error
     assert number == signal.SIGKILL or "run the same command again to continue" in error
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
     (journal,) = cache_home.glob("vesuvius/verify/*")
     with journal.open("a") as file:
         file.write("<2")  # as left by a kill in the middle of a number
@@ -148,3 +164,19 @@ def test_an_interrupted_verification_resumes(
     again = [key for key in server.reads_of(path) if key[0].isdigit()]
     assert len(again) == CHUNKS - found["before"], "what was read is not read again"
     assert not journal.exists()
+
+
+@pytest.mark.long
+def test_the_command_ends_without_a_traceback(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))  # of blosc, for which numcodecs makes a lock
+    command = [
+        sys.executable,
+        "-c",
+        "from vesuvius.commands.cli import main; main()",
+        "volume",
+        "verify",
+        str(path),
+        "--processes=3",
+    ]
+    done = fork_server.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Reads every stored chunk of a level once, on several threads, and lists the broken ones.
+"""Reads every stored chunk of a level once, in several processes, and lists the broken ones.
 
 Intact chunks are recorded, so that an interrupted verification can continue:
 
@@ -11,22 +11,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import multiprocessing
 import os
 import re
+import signal
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.errors import storage_errors
-from vesuvius.threads import Pool
+from vesuvius.errors import DataError, storage_errors
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -37,11 +40,11 @@ from vesuvius.volumes.volume import Volume, open_volume
 log = logging.getLogger(__name__)
 
 _CHUNKS_PER_TASK = 64
-_TASKS_AHEAD = 2  # per thread
+_TASKS_AHEAD = 8  # per process; they are read again after a process dies
 _STAGED_AHEAD = 8
 
 Task = tuple[list[int], list[Triple]]
-"""Objects that are read together: their indices in the flattened grid of objects, and their chunks."""
+"""Objects that a process reads together: their indices in the flattened grid of objects, and their chunks."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,30 @@ class VerifyStats:
 
     volume: str  # path and level
     objects: int  # chunks or shards to read
-    since: str  # start time of the first session
-    before: int = 0  # objects verified by earlier sessions
+    since: str  # start time of the first process
+    before: int = 0  # objects verified by earlier processes
     done: int = 0  # objects read so far, including `before`
-    chunks: int = 0  # (inner) chunks read in this session
+    chunks: int = 0  # (inner) chunks read by this process
     broken: list[BrokenChunk] = field(default_factory=list)  # unreadable chunks, in order
-    seconds: float = 0.0  # of this session
+    seconds: float = 0.0  # of this process
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Arguments of the reading processes.  Picklable."""
+
+    spec: ArrayConfig
+    store: StoreConfig
+    listed: Bools | None  # chunks that must exist; None = unknown
 
 
 def verify_volume(
     spec: ArrayConfig,
     store: StoreConfig = StoreConfig(),
-    threads: int = 1,
+    processes: int = 1,
     on_progress: Callable[[VerifyStats], None] = lambda stats: None,
 ) -> VerifyStats:
-    """Read every stored chunk once, on several threads, or resume an interrupted verification.
+    """Read every stored chunk once, in several processes, or resume an interrupted verification.
 
     Absent chunks are broken if the sidecar lists them.  Without a sidecar or a listing, as on a web server, every chunk
     is requested, and absent ones are air.  Calls `on_progress` after each task, from this thread.  Raises DataError:
@@ -83,7 +95,7 @@ def verify_volume(
     """
     started = time.monotonic()
     with open_volume(spec, store) as volume:
-        objects, volume.missing.listed = _objects(volume)
+        objects, listed = _objects(volume)
         journal = _journal_of(volume)
         with _storage_errors(journal):
             journal.parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +109,10 @@ def verify_volume(
         if before:
             words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))
-        with closing(_read_tasks(volume, _tasks(volume.grid, left), threads)) as reads:
+        reads = _read_tasks(Reading(spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
+        with closing(reads):
             for (some, chunks), broken in reads:
-                if not broken:  # broken chunks are read again in the next session, they may have been restored
+                if not broken:  # broken chunks are read again by the next process, they may have been restored
                     with _storage_errors(journal), journal.open("a") as file:
                         file.write("".join(f"<{number}>" for number in some) + "\n")
                 stats.done += len(some)
@@ -112,28 +125,102 @@ def verify_volume(
     return stats
 
 
+# ---- processes
+
+
 def _read_tasks(
-    volume: Volume, tasks: Iterator[Task], threads: int
+    reading: Reading, grid: ChunkGrid, tasks: Iterator[Task], processes: int
 ) -> Generator[tuple[Task, list[BrokenChunk]], None, None]:
-    """Read tasks on several threads; yields them in order, each with its broken chunks."""
-    pool, reading = Pool(threads, "verify"), deque[tuple[Task, Future[list[BrokenChunk]]]]()
+    """Read all tasks; yields each task with its broken chunks.  Closing the generator ends the processes.
+
+    If a process dies while decoding, unfinished tasks are read again chunk by chunk.
+
+    Raises DataError: the volume is no longer readable, or no process can be started.
+    """
+    rounds = iter(lambda: list(islice(tasks, _TASKS_AHEAD * processes)), [])
+    is_over = False
+    while not is_over:
+        left = list[Task]()
+        with _pool(reading, processes) as pool, suppress(BrokenProcessPool):
+            for left in rounds:
+                for broken in pool.map(_read_chunks, [chunks for _, chunks in left]):
+                    yield left.pop(0), broken
+        for task in left:
+            yield task, _read_one_by_one(reading, grid, task[1])
+        is_over = not left
+
+
+def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
+    """Read in one process at a time, so that each death identifies the chunk that caused it."""
+    broken, left = list[BrokenChunk](), list(chunks)
+    while left:
+        with _pool(reading, 1) as pool:
+            try:
+                while left:
+                    broken += pool.submit(_read_chunks, left[:1]).result()
+                    left.pop(0)
+            except BrokenProcessPool:
+                chunk, cause = left.pop(0), "decoding it killed the process (a crash in a codec, or SIGKILL)"
+                broken.append(BrokenChunk(chunk, grid.key_of(chunk), cause, grid.box_of(chunk)))
+    return broken
+
+
+@contextmanager
+def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
+    """A process pool that is terminated with the context.  Raises DataError if no process can be started."""
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
     try:
-        for task in tasks:
-            reading.append((task, pool.submit(_read_chunks, volume, task[1])))
-            if len(reading) > _TASKS_AHEAD * threads:
-                first, broken = reading.popleft()
-                yield first, broken.result()
-        yield from ((first, broken.result()) for first, broken in reading)
+        try:
+            pool.submit(os.getpid).result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "Cannot start a reading process; check the machine's memory and its limit on processes"
+            ) from error
+        yield pool
     finally:
-        pool.close()
+        started = list((pool._processes or {}).values())  # Python 3.14 has terminate_workers
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.join()
 
 
-def _read_chunks(volume: Volume, chunks: list[Triple]) -> list[BrokenChunk]:
-    broken, lost = list[BrokenChunk](), None
+_reading: Reading | None = None  # set in the processes of a pool
+_opened: Volume | None = None
+
+
+def _begin(reading: Reading) -> None:
+    """Initialize a process of the pool."""
+    global _reading
+    _reading = reading
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # numcodecs creates a lock for blosc.  In a spawned process the lock has a name, and after a termination Python's
+    # resource tracker reports a leak; with the fork method it has none.  No process is started from here.
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent dies, which may be killed without ending its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
+    """Read chunks in this process; returns the broken ones."""
+    global _opened
+    assert _reading is not None
+    if _opened is None:
+        _opened = open_volume(_reading.spec, _reading.store, reopened=True)
+        _opened.missing.listed = _reading.listed
+    volume, broken, lost = _opened, list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
     for i, box in enumerate(boxes):
         if lost is not None and intersection(box, lost) == box:
-            volume.release(box)
             continue  # already reported with its shard's damaged index
         for ahead in boxes[i : i + _STAGED_AHEAD]:
             volume.stage(ahead)
@@ -142,6 +229,7 @@ def _read_chunks(volume: Volume, chunks: list[Triple]) -> list[BrokenChunk]:
         except UnreadableChunkError as error:
             lost = error.box
             broken.append(BrokenChunk(error.chunk, volume.grid.key_of(error.chunk), error.cause, error.box))
+    volume.unstage()
     return broken
 
 

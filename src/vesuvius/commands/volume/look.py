@@ -107,15 +107,15 @@ def add_verify(commands: Commands) -> None:
         description="Read every stored chunk of a level and list the broken ones, including chunks that "
         "`vesuvius volume occupancy` listed and that are now missing.  An interrupted command continues where it "
         "stopped.  Exit code 6: broken chunks were found.",
-        examples=("vesuvius volume verify scroll.zarr --threads 8",),
+        examples=("vesuvius volume verify scroll.zarr --processes 8",),
     )
     add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     verify.add_argument(
-        "--threads",
+        "--processes",
         type=positive,
         default=min(4, os.cpu_count() or 1),
         metavar="N",
-        help="threads that read and decode (default: number of cores, at most 4)",
+        help="processes that read and decode (default: number of cores, at most 4)",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
@@ -129,7 +129,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     try:
         with redirect_stdout(sys.stderr), Progress("verifying") as progress:
-            stats = verify_volume(source_of(arguments), store_of(arguments), arguments.threads, tell)
+            stats = verify_volume(source_of(arguments), store_of(arguments), arguments.processes, tell)
     except KeyboardInterrupt:
         log.warning("interrupted; run the same command again to continue")
         raise
