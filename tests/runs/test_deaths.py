@@ -15,7 +15,7 @@ from tests.conftest import run_vesuvius, textured
 from tests.support.kill_harness import Session, run_directory
 from tests.support.poison import poison, run_armed, write_volume
 from tests.support.runs import WriteConfig
-from vesuvius.errors import EXIT_MEMORY_KILL
+from vesuvius.errors import EXIT_MEMORY_WARN
 from vesuvius.monitor.post_mortem import read_deaths
 from vesuvius.monitor.samples import read_recent
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
@@ -53,7 +53,7 @@ def test_a_readers_death_is_recorded_and_reported_and_a_sigterm_to_all_processes
     assert death.moments
     assert f"reader {victim} was killed from outside, or crashed" in log
     assert f"reader {victim}" in seen.stdout
-    assert seen.returncode == EXIT_MEMORY_KILL
+    assert seen.returncode == EXIT_MEMORY_WARN
     again = run_vesuvius("memcheck", run, "--post-mortem", cwd=tmp_path)
     assert f"reader {victim}" in again.stdout
     assert "what to change" in again.stdout
