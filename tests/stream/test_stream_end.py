@@ -28,7 +28,8 @@ from vesuvius.stream.options import StreamOptions
 """
 TRAINER = f"""{IMPORTS}
 path, end, store_gib = sys.argv[1], sys.argv[2], float(sys.argv[3])
-data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), regions_in_flight=8)
+large = dict(patches_per_region=20000) if end == "spill" else dict()
+data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), regions_in_flight=8, **large)
 options = StreamOptions(batch_size=4, workers=2)
 stream_module.store_bytes = lambda job, options: int(store_gib * 2**30)
 until = time.monotonic() + 90
@@ -186,8 +187,8 @@ def test_sigterm_during_rays_shutdown_reaches_the_trainer(tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
-    """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
-    with trainer(tmp_path, "spill", size=256, store_gib=0.08) as process:
+    """Regions of 5 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
+    with trainer(tmp_path, "spill", size=512, store_gib=0.08) as process:
         run_to_reading(process)
         output = read_to_end(process)
     assert "seen spill: " in output, output
