@@ -21,7 +21,7 @@ IMPORTS = """
 import itertools, os, signal, sys, threading, time
 import psutil
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
-from vesuvius.stream import stream as stream_module
+from vesuvius.stream import source as stream_module
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.stream.options import StreamOptions
