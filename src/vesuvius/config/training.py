@@ -68,7 +68,7 @@ class TrainingConfig(Section):
     train_batch_size: PositiveInt | Literal["auto"] = Field(
         1,
         description="patches per micro-batch, on the GPU at once; auto = as many of the accumulate_steps patches as "
-        "the memory plan allows, and with one rank fewer after an out-of-memory error",
+        "the memory plan allows, or, with one rank, fewer after running out of memory",
     )
     accumulate_steps: PositiveInt = Field(
         1,

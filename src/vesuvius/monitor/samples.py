@@ -91,6 +91,7 @@ def summarize(samples: Sequence[MemorySample]) -> Record:
     """
     last, vrams = samples[-1], [sample.vram for sample in samples if sample.vram]
     record = asdict(last) | {"samples": len(samples), "limit_bytes": last.limit_bytes}
+    record["limits"] = record["limits"][:1]  # the names of a pod's cgroups are long
     for name in ("time", "awaits", "silent_s"):
         del record[name]
     for name in ("used_bytes", "shared_bytes", "trainer_bytes"):
@@ -107,7 +108,7 @@ def summarize(samples: Sequence[MemorySample]) -> Record:
     for gpu in (gpu for sample in samples for gpu in sample.gpus):
         gpus.setdefault(gpu.uuid, []).append(gpu)
     record["gpus"] = [
-        asdict(seen[-1])
+        {name: value for name, value in asdict(seen[-1]).items() if name not in ("uuid", "name")}
         | {
             name: _shares([value for gpu in seen if (value := getattr(gpu, name)) is not None])
             for name in ("busy", "power_w")

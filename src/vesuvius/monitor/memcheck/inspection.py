@@ -289,7 +289,9 @@ class RunFiles:
         for sample in self._recent:
             seen += [(name, getattr(sample, name)) for name in ("used_bytes", "trainer_bytes", "shared_bytes")]
             seen += [(f"reader {pid}", size) for pid, size in sample.readers.items()]
-            seen += [("readers", sum(sample.readers.values())), ("vram", sample.vram and sample.vram.reserved_bytes)]
+            in_readers, vram = sum(sample.readers.values()), sample.vram and sample.vram.reserved_bytes
+            others = sample.used_bytes - sample.trainer_bytes - sample.shared_bytes - in_readers
+            seen += [("readers", in_readers), ("others", others), ("vram", vram)]
         peaks: dict[str, float] = {}
         for name, size in seen:
             if is_number(size):
