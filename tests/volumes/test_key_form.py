@@ -15,6 +15,7 @@ from tests.support.odd_server import objects_of, serving
 from tests.support.s3 import upload
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
+from vesuvius.volumes.errors import OutageError
 from vesuvius.volumes.occupancy import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -151,6 +152,34 @@ def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format:
         if file != path / "0/2/3":
             file.unlink()
     assert not whole(path).any(), "one stored chunk is enough"
+
+
+def test_a_web_server_with_no_chunk_at_all_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot be listed, so nothing proves that the volume is empty: a single chunk of 1728 is still read."""
+    voxels = np.zeros((96, 96, 96), "u1")
+    voxels[90, 3, 50] = 7
+    path = write_array(tmp_path / "v.zarr", voxels, 8)
+    with serving(objects_of(path, "/v")) as address:
+        np.testing.assert_array_equal(whole(f"{address}/v"), voxels)
+    assert "none of 64 random chunks is stored; check path, level and select" in caplog.text
+
+
+def test_an_outage_while_other_keys_are_looked_for_is_not_air(tmp_path: Path) -> None:
+    path = written(tmp_path / "v.zarr", 2, "/")
+    rename(path, ".")
+    with serving(objects_of(path, "/v")) as address:
+        volume = opened(f"{address}/v")
+
+        def away(keys: list[str]) -> list[str]:
+            raise OutageError("Cannot reach the store")
+
+        volume.source.absent, absent = away, volume.source.absent  # type: ignore[method-assign]
+        with pytest.raises(OutageError):
+            volume.read(((0, 0, 0), VOXELS.shape))
+        volume.source.absent = absent  # type: ignore[method-assign]
+        with pytest.raises(DataError, match="would be read as air"):
+            volume.read(((0, 0, 0), VOXELS.shape))
+        volume.close()
 
 
 def test_opening_a_healthy_remote_volume_takes_one_round_of_requests(tmp_path: Path) -> None:

@@ -143,6 +143,9 @@ def _suggest(path: KeyPath) -> str:
         home, _, name = known.rpartition(".")
         homes[name] = home if name not in homes or home == section else homes[name]
     here = [name for name, home in homes.items() if home == section]
+    joined = {key.replace(".", "_"): key for key, _ in iter_keys()}  # VESUVIUS_TRAINING_LR
+    if not section and (near := difflib.get_close_matches(wanted, joined, n=1, cutoff=0.9)):
+        return f"; did you mean {joined[near[0]]}?"
     for names in ([wanted] if wanted in homes else [], here, list(homes)):
         if near := difflib.get_close_matches(wanted, names, n=1):
             home = homes[near[0]]

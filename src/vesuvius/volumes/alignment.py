@@ -254,10 +254,10 @@ def _offset(factor: Fraction, shift: float) -> Fraction:
     """
     if factor < 1:
         return -_offset(1 / factor, -shift / float(factor)) * factor
-    centerd = shift - (float(factor) - 1) / 2
+    centered = shift - (float(factor) - 1) / 2
     # nearest integers; ties go toward 0
-    corner, center = (int(math.copysign(math.ceil(abs(v) - 0.5), v)) for v in (shift, centerd))
-    gain = abs(shift - corner) - abs(centerd - center)
+    corner, center = (int(math.copysign(math.ceil(abs(v) - 0.5), v)) for v in (shift, centered))
+    gain = abs(shift - corner) - abs(centered - center)
     return Fraction(center if gain > _EQUAL or (gain > -_EQUAL and center == 0) else corner)
 
 

@@ -7,6 +7,7 @@ and ahead of the read (`Staging`); zarr-python reads the chunks of a shard one a
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -93,6 +94,12 @@ class ChunkGrid:
 
     def object_index(self, chunk: Triple) -> Triple:
         return triple(i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
+
+    def random_objects(self, number: int) -> list[Triple]:
+        """Indices of random objects, the same at each call; all of a small grid."""
+        total = math.prod(self.object_counts_zyx)
+        drawn = np.arange(total) if total <= number else np.random.default_rng(0).integers(total, size=number)
+        return [triple(map(int, index)) for index in zip(*np.unravel_index(drawn, self.object_counts_zyx), strict=True)]
 
     def object_box(self, chunk: Triple) -> Box:
         """The voxels of the object that holds a chunk, clipped to the array."""

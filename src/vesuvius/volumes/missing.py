@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import DataError
+from vesuvius.errors import DataError, warn_once
 from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices
 from vesuvius.volumes.chunks import ChunkGrid, KeyForm
-from vesuvius.volumes.errors import FetchError, UnreadableChunkError
+from vesuvius.volumes.errors import FetchError, OutageError, UnreadableChunkError
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _MAX_KEY_CHECKS = 64  # absent objects of a volume for which a process tries the
 
 # `c/0/0/0`, `c.0.0.0`, `0/0/0`, `0.0.0`
 _FORMS: tuple[KeyForm, ...] = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
-_PAGE = 1000  # keys of a listing that are checked
+_PAGE, _PROBES = 1000, 64  # keys of a listing that are checked, and random keys of a store that cannot list
 
 
 class MissingChunks:
@@ -112,6 +112,13 @@ class MissingChunks:
             found = {key: keys[key] for key in keys.keys() - set(source.absent(list(keys)))}
             if not found and not self._keys_checked and source.can_list:
                 page = list(itertools.islice(source.list_keys(grid.array.path), _PAGE))
+            elif not found and not self._keys_checked and not self._seen.any():
+                probes = [grid.object_key(each) for each in grid.random_objects(_PROBES)]
+                if len(source.absent(probes)) == len(probes):
+                    what = "%s: none of %d random chunks is stored; check path, level and select if patches are empty"
+                    warn_once(what, self._name, len(probes))
+        except OutageError:
+            raise
         except (FetchError, DataError) as error:  # reading the chunks reports what matters
             log.debug("cannot check the keys of %s: %s", self._name, error)
         else:

@@ -248,10 +248,9 @@ def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
         return "lists no chunk, but some are stored"
     if not signature.startswith("vesuvius:"):
         return ""
-    drawn = np.random.default_rng(0).integers(math.prod(grid.object_counts_zyx), size=64)
-    sample = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
     per_object = triple(-(-n // c) for n, c in zip(occupancy.shape, grid.object_counts_zyx, strict=True))
-    unlisted = (i for i in sample if not occupancy[slices(box_at(scale(i, per_object), per_object))].any())
+    boxes = ((i, box_at(scale(i, per_object), per_object)) for i in grid.random_objects(64))
+    unlisted = (i for i, box in boxes if not occupancy[slices(box)].any())
     keys = list(dict.fromkeys(map(grid.object_key, unlisted)))[:_PROBES]
     added = sorted(set(keys) - set(volume.source.absent(keys)))
     return f"is out of date: {added[0]} is stored but not listed" if added else ""

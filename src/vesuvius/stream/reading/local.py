@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -19,13 +18,10 @@ from vesuvius.threads import on_thread
 from vesuvius.volumes.box import intersection, shape_of
 from vesuvius.volumes.errors import Outage, OutageError
 
-log = logging.getLogger(__name__)
-
 REGIONS_AHEAD = 2
 """Regions read ahead of those in flight."""
 _DECODERS = 4
 _CLOSE_TIMEOUT_S = 1.0
-_RAY_START_TIMEOUT_S = 30.0
 
 
 class LocalRegions(Iterator[Region]):
