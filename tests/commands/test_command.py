@@ -30,6 +30,7 @@ def test_a_hanging_thread_delays_no_exit_and_keeps_the_exit_code(exit_code: int)
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "printed\n", "")
 
 
+@pytest.mark.long
 def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs/schriftrolle-日本-ä", [run_start(), step(1)])
     environment = os.environ | {"PYTHONIOENCODING": "ascii:strict", "LC_ALL": "C"}

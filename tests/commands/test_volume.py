@@ -27,6 +27,7 @@ def facts_of(text: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.strip().partition("  ") for line in text.splitlines())}
 
 
+@pytest.mark.long
 def test_the_command_writes_both_volumes_and_says_so(tmp_path, capsys):
     out = tmp_path / "made" / "v.zarr"
     command = ["synth", str(out), "--shape", "16,32,48", "--seed", "2", "--chunk", "16"]

@@ -60,6 +60,7 @@ def test_lightning_resumes_the_order(scan: str) -> None:
     assert module.main(scan, "denoiser.ckpt").seen == list(range(40, 80))
 
 
+@pytest.mark.long
 def test_accelerate_saves_the_loader_with_the_rest(scan: str, tmp_path: Path) -> None:
     module = example("accelerate_loop", "accelerate")
     seen = [module.main(scan, str(tmp_path / "state")) for _ in range(2)]

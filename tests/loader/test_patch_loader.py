@@ -97,6 +97,7 @@ def test_volumes_of_any_dtypes_mix_and_each_has_its_own_values(
                 np.testing.assert_array_equal(batch.label[number, 0].numpy(), cut(scans[sample.volume], sample) // 2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("stored", "given", "expected"),
     [
@@ -148,6 +149,7 @@ def test_labels_that_a_dtype_cannot_hold_or_that_do_not_match_are_refused(tmp_pa
             load(volume, volume, labels=[paths[name] for name in pair])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("scale", "units", "turns"),
     [
@@ -294,6 +296,7 @@ def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
     assert len(places[1]) == 16, "a loop that was left is followed by a whole epoch"
 
 
+@pytest.mark.long
 def test_a_state_continues_with_another_batch_size_or_length(volume: Path) -> None:
     with load(volume, length=6) as loader:
         list(islice(loader, 3))
@@ -361,6 +364,7 @@ def test_ray_counts_as_disconnected_while_it_is_imported(monkeypatch: pytest.Mon
     assert not is_ray_connected()
 
 
+@pytest.mark.long
 def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) -> None:
     """And the state is plain data all the same."""
     raw: Any = {"normalize": np.False_, "patch_size": torch.tensor(PATCH), "resident": np.True_, "length": 200}

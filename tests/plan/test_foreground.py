@@ -119,6 +119,7 @@ def test_each_qualifying_start_has_exactly_one_position(
     assert set(starts) == expected
 
 
+@pytest.mark.long
 def test_a_single_bright_spot_in_the_largest_scroll_is_found() -> None:
     """Its blocks, refined, are more than 2^32."""
     fraction = np.zeros((593, 256, 256), np.uint8)

@@ -74,6 +74,7 @@ def test_every_qualifying_start_is_equally_likely_with_a_foreground_map(seed: in
     assert chi_square_p(counts[qualifies], np.full(qualifies.sum(), draws / qualifies.sum())) > 0.01
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("regions", [None, 24])
 def test_positions_a_batch_apart_are_nearly_uncorrelated(regions: int | None) -> None:
     """24 is the least that the plan chooses.  Over seeds: one run sees few regions in so short a time."""

@@ -97,6 +97,7 @@ def test_a_port_in_use_is_an_error_of_the_command_line(tmp_path: Path) -> None:
         assert server.server_address[0] == "127.0.0.1"
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny", [run_start(), step(1)])
     command = [sys.executable, "-m", "vesuvius", "report", str(run), "--serve", "0"]

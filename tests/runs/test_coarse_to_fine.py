@@ -59,6 +59,7 @@ def voxels(path: str) -> np.ndarray[Any, Any]:
     return np.asarray(zarr.open_array(path, mode="r")[...])
 
 
+@pytest.mark.long
 def test_a_generated_coarse_volume_conditions_the_fine_one() -> None:
     assert_same_weights("fine", "explicit")
     assert draws("coarse", "coarse.zarr", "--shape", ",".join(map(str, COARSE))) == 0

@@ -40,6 +40,7 @@ def test_resuming_on_another_dtype_is_refused(trained: Path, volume: Path, capsy
     assert "plan.volumes" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_accepted_drift_continues_and_is_recorded(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"validate_every": 1, "validate_patches": 1}
     config = tiny_config(training=training, diffusion={"noise": "cosine"})

@@ -96,6 +96,7 @@ def test_vram_gib_is_positive_and_requires_a_dry_run(
     assert not Path("runs").exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_does_not_change_the_chunk_cache(
     tiny_config: WriteConfig, volume: Path, server: ChunkServer, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_ranks_get_initial_weights_from_rank_0(trained: Path, tiny_config: WriteConfig, tmp_path: Path) -> None:
     start = {"init_from": str(tmp_path / "runs/tiny"), "max_steps": 2, "train_batch_size": 2}
     assert vesuvius_train(tiny_config("one", training=start)) == 0

@@ -105,6 +105,7 @@ def test_a_micro_batch_that_runs_out_of_memory_is_halved_and_the_run_equals_one_
     assert f"micro-batch {planned} x {8 // planned}: " in log
 
 
+@pytest.mark.long
 def test_a_single_patch_that_runs_out_of_memory_ends_the_run(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: Any
 ) -> None:

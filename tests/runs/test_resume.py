@@ -130,6 +130,7 @@ def test_a_run_killed_before_its_first_step_can_be_resumed(
     assert f"no complete checkpoint in {tmp_path / 'runs/tiny/checkpoints'}: starting at step 0" in captured.out
 
 
+@pytest.mark.long
 def test_training_resume_auto_resumes_also_from_the_copied_config(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_tasks_interrupted_after_the_last_step_are_repeated(
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_run_of_an_extending_config_resumes_without_the_base_config(tiny_config: WriteConfig) -> None:
     base, config = tiny_config(), Path("deep/own.yaml")
     config.parent.mkdir()
@@ -251,6 +253,7 @@ def test_a_time_limit_reached_before_the_run_begins_leaves_nothing(
     assert not Path("runs/tiny").exists()
 
 
+@pytest.mark.long
 def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_network(
     trained: Path, tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

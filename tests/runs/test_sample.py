@@ -269,6 +269,7 @@ def test_averaged_weights_and_the_first_volume_are_the_default(
     assert dark.voxels().mean() < 0.7 * default.voxels().mean()
 
 
+@pytest.mark.long
 @in_plain
 def test_each_way_to_name_a_checkpoint_finds_it_and_its_run(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -407,6 +408,7 @@ def test_a_failure_names_the_remedy_and_leaves_nothing(
     assert list((tmp_path / "samples").iterdir()) == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
 def test_an_interrupted_process_leaves_nothing_that_looks_finished(
     plain: Path, tmp_path: Path, number: signal.Signals, exit_code: int

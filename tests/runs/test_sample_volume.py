@@ -215,6 +215,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_continues(
     assert "out.zarr: 12x24x24 uint8, " in generate_volume(request, told_of(""))
 
 
+@pytest.mark.long
 def test_another_network_or_mask_does_not_continue_the_volume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_too_small_gpu_or_disk_is_refused_with_the_remedy(
         assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_a_dry_run_reports_disk_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def one_step_done(config: Path, cwd: Path) -> None:
         assert session.end() == 0, session.text()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_sigterm_stops_the_run_before_the_last_step_but_not_in_it(
     tiny_config: WriteConfig, tmp_path: Path, steps: int

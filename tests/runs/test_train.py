@@ -209,6 +209,7 @@ def test_the_full_experiment_explains_how_to_get_data_on_a_fresh_clone(capsys: p
     assert "data.volumes=" in error
 
 
+@pytest.mark.long
 def test_the_module_and_the_command_are_equivalent(tiny_config: WriteConfig, tmp_path: Path) -> None:
     result = run_vesuvius("train", "--config", tiny_config(), "training.max_steps=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -52,6 +52,7 @@ def test_a_conditional_run_trains_samples_and_resumes_bit_by_bit(tmp_path: Path,
     assert [x for x in losses[0] if x is not None] == [x for x in losses[1] if x is not None]
 
 
+@pytest.mark.long
 def test_sampler_settings_and_scale_may_change_on_resume_but_network_labels_and_alignment_may_not(
     tmp_path: Path, conditional_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
     assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
 
 
+@pytest.mark.long
 def test_without_measurements_nothing_is_recommended(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

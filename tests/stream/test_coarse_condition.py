@@ -108,6 +108,7 @@ def rank_share(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[
     return tmp_path / "raw", tmp_path / "part", said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("factor", [1, 2])
 def test_partial_labels_restrict_patches_uniformly_to_their_box(tmp_path: Path, factor: int) -> None:
     raw, part, said = rank_share(tmp_path, factor)

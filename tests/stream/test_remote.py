@@ -159,6 +159,7 @@ def cached(directory: Path, mib: float = 64) -> StoreConfig:
     return FAST.model_copy(update={"cache_dir": str(directory), "cache_gib": mib / 1024})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
 def test_a_second_stream_reads_from_the_disk_cache(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])

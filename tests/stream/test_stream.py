@@ -101,6 +101,7 @@ def ragged_job(tmp_path: Path) -> ReaderJob:
     return job
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [3, 24])
 def test_ranks_together_deliver_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
     """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""

@@ -25,6 +25,7 @@ def step_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
     return step_cost
 
 
+@pytest.mark.long
 def test_kernels_and_bytes_are_those_counted_by_hand(step_cost: Any) -> None:
     x, weight = torch.zeros(1, 4, 8, 8, 8), torch.zeros(4, 4, 3, 3, 3)
     with step_cost.Costs() as costs:

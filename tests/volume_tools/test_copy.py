@@ -344,6 +344,7 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_retries_it(
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 
+@pytest.mark.long
 def test_a_lost_network_ends_the_copy_early(tmp_path: Path, server: ChunkServer) -> None:
     voxels = textured((96, 96, 96))
     write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)

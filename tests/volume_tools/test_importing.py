@@ -320,6 +320,7 @@ def turned(voxels: Voxels, axes: str) -> Voxels:
     return np.flip(voxels, ["zyx".index(axis) for axis in axes])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", CASES)
 def test_an_opened_scan_equals_its_source(tmp_path: Path, case: str) -> None:
     write, expected = CASES[case]

@@ -35,6 +35,7 @@ def levels_of(path: Path) -> list[np.ndarray]:
 # Layout
 
 
+@pytest.mark.long
 def test_voxels_do_not_depend_on_the_chunk_size(written, tmp_path):
     write_phantom(tmp_path / "other.zarr", SHAPE, seed=3, chunk=18)
     for path, name in zip(written, ("other.zarr", "other.labels.zarr"), strict=True):

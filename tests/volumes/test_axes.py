@@ -121,6 +121,7 @@ def metadata(said_by: str, order: str) -> tuple[dict[str, Any] | None, dict[str,
     return None, {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "said_by", ["0.3", "0.4", "0.5", "0.6", "dimension_names", "dimension_names of a group's array", "xarray"]
 )

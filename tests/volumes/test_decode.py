@@ -95,6 +95,7 @@ def data_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".z", "zarr")))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("layout", "remote"), [*((layout, False) for layout in CHECKED), ("shards, crc32c", True)])
 def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, server: ChunkServer, layout: str, remote: bool) -> None:
     """Any bit of any object: of a chunk, its checksum, or an index with or without one."""
@@ -123,6 +124,7 @@ def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, server: ChunkServe
     assert refused > 0.75 * tried, "nearly all of them are noticed"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("cut", [1, 500, 10**6])
 @pytest.mark.parametrize("where", ["start", "end"])
 def test_a_truncated_blosc_shard_gives_intact_chunks_or_none(

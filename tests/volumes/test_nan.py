@@ -45,6 +45,7 @@ def opened(path: Path, nan: Nan = "air") -> Volume:
     return open_volume(ArrayConfig(path=str(path)), nan=nan)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ["float16", "float32", ">f4"])
 @pytest.mark.parametrize("nan", ["air", -1000.0])
 @pytest.mark.parametrize("fill", [None, 7.0, np.nan, -np.inf])

@@ -45,6 +45,7 @@ def check(volume: Volume) -> None:
     np.testing.assert_array_equal(volume[:], VOXELS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_open_volume_reads_in_a_forked_child(tmp_path: Path, layout: str) -> None:
     volume = open_volume(write_array(tmp_path / "scan.zarr", VOXELS, **LAYOUTS[layout]))

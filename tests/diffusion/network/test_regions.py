@@ -161,6 +161,7 @@ def fails_backward(*graph_and_inputs: Any) -> Any:
     return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=fails)(*graph_and_inputs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", [fails, fails_backward])
 def test_a_failed_compilation_continues_eagerly_with_one_warning(
     backend: Any, caplog: pytest.LogCaptureFixture

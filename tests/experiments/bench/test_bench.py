@@ -103,6 +103,7 @@ def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides:
     return measure_trial(tmp_path / "trials", read_config(config, overrides), 0.2, limit_s)
 
 
+@pytest.mark.long
 def test_a_trial_that_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:
     found = measured(config, tmp_path, _HANG_S, "monitor.ram_limit_gib=0.1")
     assert found.ended == "failed"

@@ -87,6 +87,7 @@ def when_it_trains(run: Path, act: Callable[[int], object]) -> Iterator[None]:
     assert not failures, failures
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("of_two_micro_batches")
 def test_one_trainer_measures_trial_after_trial(config: Config, trials: Path) -> None:
     """Global batches of 4 samples; a task gives 16, and so many regions are in flight."""

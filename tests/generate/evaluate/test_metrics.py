@@ -89,6 +89,7 @@ def metrics(comparison: Comparison) -> dict[str, Metric]:
     return {metric.key: metric for metric in comparison.metrics}
 
 
+@pytest.mark.long
 def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
     found = judged(patches(THIRD, COUNT, 5), steps=15)
     assert not any(metric.differs for metric in found.metrics), verdict(found)
@@ -119,6 +120,7 @@ def test_samples_without_air_are_far_from_the_floor_in_air() -> None:
     assert found["histogram_distance"].differs
 
 
+@pytest.mark.long
 def test_blurred_samples_are_detected_by_spectrum_and_classifier() -> None:
     sharp = patches(THIRD, COUNT, 9)
     blurred = sum(np.roll(sharp, shift, axis) for axis in (2, 3) for shift in (-1, 0, 1)) / 6
@@ -182,6 +184,7 @@ def overlapping(volume: Voxels, count: int, rng: np.random.Generator) -> PatchSe
     return PatchSet(values, places, disjoint_sides(places, PATCH, count))
 
 
+@pytest.mark.long
 def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None:
     """Were voxels both in training and in the test, a classifier that knows them by heart would be above it."""
     found = []

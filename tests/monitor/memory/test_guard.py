@@ -100,6 +100,7 @@ LEAKING_READERS = [  # each order resets them to their base size
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("machine", LEAKING_READERS)
 def test_leaking_readers_are_restarted_unchanged_also_the_last_one(machine: Machine):
     workers = machine.workers, machine.prefetch
@@ -141,6 +142,7 @@ def test_growth_of_other_programs_leads_to_no_order(rate: float, step_s: float, 
     assert machine.killed_s is not None, "by others; the run could not have prevented it"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("trainer", "others", "first", "exits"),
     [
@@ -182,6 +184,7 @@ def _leaking(rate: float, step_s: float, slack_s: float, begin_s: int) -> Machin
     return machine
 
 
+@pytest.mark.long
 def test_the_exit_comes_a_step_before_exhaustion_if_the_leak_lasts_long_enough():
     """Long enough: 45 s to be detected, and two steps and 15 s to act.
 

@@ -111,6 +111,7 @@ def test_every_start_whose_patch_holds_the_share_is_equally_likely_and_no_other(
         assert chi_square_p([drawn[key] for key in keys], expected) > 1e-4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("factor", [0.5, 2.0, 1.5])
 def test_a_mask_of_another_resolution_counts_as_it_is_cut(tmp_path: Path, factor: float) -> None:
     shape = tuple(round(n / factor) for n in SHAPE)

@@ -135,6 +135,7 @@ def test_muon_keeps_one_moment_per_kernel_and_adds_no_flops_per_patch() -> None:
     assert adamw.flops_per_step == muon.flops_per_step
 
 
+@pytest.mark.long
 def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input() -> None:
     config = make_config(model={"attention_heads": 0})
     size_zyx = config.data.patch_size
@@ -172,6 +173,7 @@ def test_accumulated_gradients_live_through_the_forward_passes() -> None:
     assert 0.5 * weight_bytes < four.peak_bytes - one.peak_bytes <= weight_bytes
 
 
+@pytest.mark.long
 def test_settings_without_influence_share_a_trace() -> None:
     plan_memory(DEFAULT)
     misses = TracedStep.cache_info().misses

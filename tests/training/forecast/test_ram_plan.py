@@ -94,6 +94,7 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     assert handing_over <= of(long, "store") <= store_bytes(data.job, options)
 
 
+@pytest.mark.long
 def test_the_training_step_is_in_host_memory_only_on_a_cpu_and_a_gpu_pins_a_checkpoint(planned: Plan) -> None:
     config, _, on_cpu = planned()
     on_gpu, step = planned(gpu=True)[2], plan_memory(config, amp="off")

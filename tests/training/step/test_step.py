@@ -304,6 +304,7 @@ def test_a_saved_and_loaded_step_continues_bit_by_bit() -> None:
     torch.testing.assert_close(second.state_dict(), straight.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_loaded_step_uses_the_weight_decay_of_its_own_config(optimizer: str) -> None:
     """With all moments, and only for decayed weights; other programs would train differently after a raised decay."""
@@ -359,6 +360,7 @@ def test_a_compiled_network_trains_alike() -> None:
     )
 
 
+@pytest.mark.long
 def test_scratch_gradients_are_not_compiled() -> None:
     """A replay registers hooks that sync with the device on every layer, which cannot be compiled."""
 
@@ -417,6 +419,7 @@ def test_auto_uses_channels_last_only_on_a_gpu_in_16_bits(
         assert memory_format_of(weight) == (torch.channels_last_3d if last else torch.contiguous_format)
 
 
+@pytest.mark.long
 def test_a_run_may_switch_to_channels_last() -> None:
     configs = [make_config(train_batch_size=2, channels_last=last) for last in (True, False)]
     first = make_step(configs[0])

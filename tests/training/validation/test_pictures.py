@@ -85,6 +85,7 @@ def charts(**textures: Texture) -> NDArray[np.uint8]:
     return np.asarray(with_charts(Image.new("L", (800, 1)), textures, None))[1:]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_both_charts_show_both_curves_except_a_spectrum_without_power() -> None:
     picture = charts(real=texture(0.5), generated=texture(0.2))

@@ -155,6 +155,7 @@ CHAIN = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", CHAIN)
 def test_every_request_is_signed_with_the_available_credentials(
     s3_requests: OddServer, set_up: Callable[[str], None], kind: str

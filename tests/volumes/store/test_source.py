@@ -133,6 +133,7 @@ def decoys(name: str) -> set[str]:
     return {parts, unquote(name), unquote_plus(name), quote(name), quote_plus(name)} - {name, ""}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("where", "name"), [*(("s3", name) for name in NAMES), *(("file", name) for name in NAMES)])
 def test_names_with_any_characters_are_opened_and_printed_literally(
     tmp_path: Path, s3: Any, where: str, name: str
