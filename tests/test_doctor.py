@@ -244,7 +244,7 @@ def test_a_quota_below_the_readers_of_all_ranks_is_detected(tmp_path: Path) -> N
     found = doctor.check_cores(2)
     assert (found.level, found.value[:7]) == ("warn", "1.9 of ")
     assert found.remedy == "set training.workers=0, or provide more cores (docker run --cpus=3)"
-    assert doctor.check_cores(1, 2).value.endswith("cores for 1 reader and the trainer of each of 2 ranks")
+    assert doctor.check_cores(1, 2).value.endswith("cores for 1 worker and the trainer of each of 2 ranks")
     assert doctor.check_cores(1, 2).remedy.endswith("(docker run --cpus=4)")
 
 

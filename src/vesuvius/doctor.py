@@ -285,7 +285,7 @@ def check_cores(workers: int | None, ranks: int = 1) -> Finding:
     if workers is None:
         return Finding("ok", value)
     of_ranks = f" of each of {ranks} ranks" if ranks > 1 else ""
-    value += f" for {format_count(workers, 'reader')} and the trainer{of_ranks}"
+    value += f" for {format_count(workers, 'worker')} and the trainer{of_ranks}"
     if ranks * (workers + 1) <= cores:
         return Finding("ok", value)
     fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"

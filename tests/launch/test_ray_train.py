@@ -107,11 +107,11 @@ NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
         ({"ranks": 2, "workers": 5}, {}, r"room for 0 ranks: each needs 6 CPU \+ 1 GPU on one node"),
         ({"ranks": 3, "workers": 3}, {}, "3 ranks and .* room for 2 ranks"),
         ({"ranks": 4, "workers": 3}, {"min_ranks": 2}, None),
-        ({"ranks": 2, "workers": 35}, {"reader_nodes": "any"}, None),
+        ({"ranks": 2, "workers": 35}, {"worker_nodes": "any"}, None),
         (
             {"ranks": 2, "workers": 36},
-            {"reader_nodes": "any"},
-            "2 ranks and .* 72 cores.* 37 cores with its readers",
+            {"worker_nodes": "any"},
+            "2 ranks and .* 72 cores.* 37 cores with its workers",
         ),
     ],
 )
@@ -236,5 +236,5 @@ def test_the_last_of_several_ranks_keeps_its_readers_on_its_reserved_cores() -> 
     assert readers_are_local(left.cluster, world=1)
     alone = StreamOptions.from_config(TrainingConfig(), cluster)
     assert not readers_are_local(alone.cluster, world=1), "a run of one rank uses the whole cluster"
-    anywhere = StreamOptions.from_config(TrainingConfig(ranks=2), cluster.model_copy(update={"reader_nodes": "any"}))
+    anywhere = StreamOptions.from_config(TrainingConfig(ranks=2), cluster.model_copy(update={"worker_nodes": "any"}))
     assert not readers_are_local(anywhere.cluster, world=2)

@@ -68,7 +68,7 @@ KILL_LINE = (
 
 def example(cause: Cause = "kernel", **fields: object) -> Death:
     last = tuple(memory_samples(1e9)[-60:])
-    death = Death(1e9 + 2, "reader", 11, 144, cause, (KILL_LINE, "the limit was that of cgroup /job"), last, "fewer")
+    death = Death(1e9 + 2, "worker", 11, 144, cause, (KILL_LINE, "the limit was that of cgroup /job"), last, "fewer")
     return replace(death, **fields)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def test_deaths_are_read_back_and_torn_records_skipped(tmp_path: Path) -> None:
     first, second = example(), example("signal", victim="run", moments=())
     append_death(path, first)
     with path.open("a") as file:
-        file.write('{"kind": "death", "victim": "reader", "cau')
+        file.write('{"kind": "death", "victim": "worker", "cau')
     append_death(path, second)
     assert read_deaths(path) == [first, second]
 
@@ -86,7 +86,7 @@ def test_deaths_are_read_back_and_torn_records_skipped(tmp_path: Path) -> None:
 def test_the_text_names_victim_cause_evidence_memory_and_remedy() -> None:
     lines = death_lines(example())
     text = "\n".join(lines)
-    assert lines[0].startswith("reader 11 was killed: out of memory")
+    assert lines[0].startswith("worker 11 was killed: out of memory")
     assert "anon-rss:65280kB" in text
     assert "what to change: fewer" in text
     rows = [line.split() for line in lines if line.rstrip().endswith("%")]
@@ -108,7 +108,7 @@ def test_remedies_name_overrides_that_exist() -> None:
     assert "training.workers" not in remedy_of("kernel", "run", 0, None)
     assert "--resume" in remedy_of("signal", "run", 2, ROOMY)
     assert "training.workers=1" in remedy_of("signal", "run", 2, FULL), "something else watches memory"
-    assert "continues" in remedy_of("signal", "reader", 2, None)
+    assert "continues" in remedy_of("signal", "worker", 2, None)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ class TestReader:
         )
         assert death.cause == "ray"
         assert death.evidence[0] == "Ray: NODE_OUT_OF_MEMORY: Memory usage 22.83 GiB exceeded"
-        assert "the reader itself used" in " ".join(death.evidence)
+        assert "the worker itself used" in " ".join(death.evidence)
         assert "training.workers=3" in death.remedy
         assert 55 <= len(death.moments) <= 62
 
@@ -272,14 +272,14 @@ def test_a_death_is_dated_by_the_last_sign_of_life(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", session_record(), memory_samples(end))
     records = [
         {"kind": "step", "time": end - 30, "step": 139},
-        {"kind": "event", "time": end - 12, "event": "reader_died", "step": 140, "text": "reader 9 was killed"},
+        {"kind": "event", "time": end - 12, "event": "worker_died", "step": 140, "text": "worker 9 was killed"},
         {"kind": "step", "time": end - 1, "step": 145},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "st')
     death = examine_run(run)
     assert death is not None
     assert (death.victim, death.pid, death.step) == ("run", 2**22 + 1, 145)
-    assert "12 s before: reader 9 was killed" in death.evidence
+    assert "12 s before: worker 9 was killed" in death.evidence
     assert 55 <= len(death.moments) <= 62
     assert death.moments[-1].time == end
 

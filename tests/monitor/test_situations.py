@@ -245,7 +245,7 @@ SITUATIONS = [
         *("CRITICAL", "exit", "the machine"),
     ),
     Situation(
-        "a reader that leaks 50 MB/s, 80 s before the end",
+        "a worker that leaks 50 MB/s, 80 s before the end",
         lambda p: watched(growing(lambda t: 6 * GIB, lambda t: GIB + 50 * MB * max(t - 120, 0), 365)),
         *("WARN", "restart", "fastest process 11"),
     ),
@@ -271,9 +271,9 @@ SITUATIONS = [
         *("data-bound (decoding)", NOTHING, "other programs use 6.7 of 8 cores"),
     ),
     Situation(
-        "recorded: both readers are in state T, and the trainer starves",
+        "recorded: both workers are in state T, and the trainer starves",
         lambda p: recorded(p, hungry(decode_s=20.0), busy=0.3, readers_s=0.0, stopped=True),
-        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger has stopped 2"),
+        *("data-bound (workers stopped)", NOTHING, "SIGSTOP) or a debugger has stopped 2"),
     ),
 ]
 

@@ -139,7 +139,7 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
     (hungry(idle_cores=58.0, cores=4, own_cores=3.9, **FOUR), {"workers": 4}, "decoding", "", "0.1 cores"),
     (hungry(**HELD_BACK), {}, "decoding", "", "quota of 4 cores was used up in 40.0 % of its"),
     # disk and store
-    (hungry(reader_cores=0.3), {}, "reading", "", "readers busy 98.0 %, each with only 15.0 % of a core"),
+    (hungry(reader_cores=0.3), {}, "reading", "", "workers busy 98.0 %, each with only 15.0 % of a core"),
     (hungry(reader_cores=0.3, idle_cores=0.2), {}, "decoding", "", ""),
     (far(), {}, "store latency", "data.store.requests=32", "144 ms for a request of 48.8 KiB, 10 MB/s"),
     # nothing but a measurement tells whether a link is saturated: 100 Mbit/s or 100 Gbit/s may be all of it
@@ -179,14 +179,14 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         {"workers": 8},
         "too few tasks",
         "",
-        "1 of 8 readers had a task",
+        "1 of 8 workers had a task",
     ),
     (
         hungry(idle_cores=0.0, cores=2, own_cores=2.0, decode_s=6300.0, reader_cores=1.8),
         {"workers": 64},
         "decoding",
         "training.workers=2",
-        "64 readers share 2 cores",
+        "64 workers share 2 cores",
     ),
     # one segment of Ray hands over to the next
     (window(data_s=12.0, wait_for_readers_s=12.0, idle_s=80.0, empty_queue_hits=2), {}, "compute-bound", "", ""),
@@ -262,7 +262,7 @@ def test_a_validation_counts_neither_as_host_bound_nor_as_waiting_readers() -> N
         hungry(other_s=90.0, pause_s=90.0, data_s=6.0, idle_s=90.0, wait_for_readers_s=9.0, decode_s=19.0), GPU
     )
     assert (found.kind, found.cause) == ("data-bound", "workers too few")
-    assert "readers busy 95.0 %" in found.evidence
+    assert "workers busy 95.0 %" in found.evidence
 
 
 def test_busy_readers_and_idle_cores_mean_too_few_workers() -> None:
@@ -270,7 +270,7 @@ def test_busy_readers_and_idle_cores_mean_too_few_workers() -> None:
     assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
     assert found.line(1200, 128000) == (
         "Verdict step 1200/128000 data-bound (workers too few): waited for data 60.0 % of the time (good: below 15 %), "
-        "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s over 50 steps; try training.workers=4"
+        "workers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s over 50 steps; try training.workers=4"
     )
     record = diagnose(hungry(data_s=60.123456789), GPU).record()
     assert (record["data_s"], record["data_share"]) == (60.123456789, 60.123456789 / 100), "unrounded"
@@ -281,11 +281,11 @@ def test_busy_readers_and_idle_cores_mean_too_few_workers() -> None:
 def test_stopped_readers_are_named_as_the_cause() -> None:
     calm = diagnose(window(stopped_readers=2), replace(GPU, compile=False))
     assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=auto",))
-    assert "(SIGSTOP) or a debugger has stopped 2 readers" in calm.evidence
+    assert "(SIGSTOP) or a debugger has stopped 2 workers" in calm.evidence
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert diagnose(idle, GPU).cause == "handing over"
     held = diagnose(replace(idle, stopped_readers=1), GPU)
-    assert (held.cause, held.overrides) == ("readers stopped", ())
+    assert (held.cause, held.overrides) == ("workers stopped", ())
     assert "-CONT" in held.advice
 
 

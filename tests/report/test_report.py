@@ -169,7 +169,7 @@ def test_curves_lie_where_their_values_are() -> None:
 
 
 def test_a_resume_hides_nothing_of_why_the_session_before_died(tmp_path: Path) -> None:
-    names = ("guard", "hung", "nonfinite", "save_failed", "reader_died")
+    names = ("guard", "hung", "nonfinite", "save_failed", "worker_died")
     events = [{"kind": "event", "time": BEGAN + 8, "step": 8, "event": n, "text": f"why {n}"} for n in names]
     more = {"ram_used_bytes": 7 * GIB, "vram_used_bytes": 6 * GIB, "worker_max_bytes": 5 * GIB}
     died = [run_start(), *(step(n, **(more if n == 8 else {})) for n in range(1, 9)), *events]
@@ -182,7 +182,7 @@ def test_a_resume_hides_nothing_of_why_the_session_before_died(tmp_path: Path) -
     assert report.facts["steps"] == "5 of 100000"
     assert report.facts["peak RAM"] == "7.92 GiB of 8.00 GiB"
     assert report.facts["peak VRAM"] == "6.00 GiB"
-    assert report.facts["largest reader"] == "5.00 GiB"
+    assert report.facts["largest worker"] == "5.00 GiB"
     assert report.facts["non-finite steps"] == "1"
     text = shown(report).text
     assert all(f"why {name}" in text for name in names)
@@ -327,7 +327,7 @@ def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
     two = reported(write_run(tmp_path / "two", [run_start(), step(1)], [system(1), system(2)]))
     sizes = {str(pid): pid * GIB for pid in range(1, 21)}
     many = reported(write_run(tmp_path / "many", [run_start(), step(1)], [system(1, readers=sizes)]))
-    (curves,), (band,) = ([c for c in report.charts if c.key == "readers"] for report in (two, many))
+    (curves,), (band,) = ([c for c in report.charts if c.key == "workers"] for report in (two, many))
     assert [series.mid.tolist() for series in curves.series] == [[0.25, 0.25], [0.5, 0.5]]
     assert [(s.low[0], s.mid[0], s.high[0]) for s in band.series] == [(1.0, 10.5, 20.0)]
 

@@ -57,12 +57,12 @@ def test_the_latest_figures_are_served_and_unknown_ones_disappear() -> None:
         samples = fetched(exporter.port)
         for record in (STEP | {"loss": None}, SYSTEM | {"readers": {}}):
             exporter.take(record)
-        assert not {("vesuvius_loss", ""), ("vesuvius_reader_max_bytes", "")} & fetched(exporter.port).keys()
+        assert not {("vesuvius_loss", ""), ("vesuvius_worker_max_bytes", "")} & fetched(exporter.port).keys()
     assert samples["vesuvius_loss", ""] == 0.25
     assert samples["vesuvius_steps_total", ""] == 7
     assert samples["vesuvius_last_step_timestamp_seconds", ""] == 1_700_000_000
     assert samples["vesuvius_ram_used_bytes", ""] == 3, "the most in the window"
-    assert samples["vesuvius_reader_max_bytes", ""] == 6
+    assert samples["vesuvius_worker_max_bytes", ""] == 6
     assert samples["vesuvius_memory_risk", ""] == 1
     assert samples["vesuvius_gpu_busy_ratio", "0"] == 0.5
     assert samples["vesuvius_gpu_power_watts", "0"] == 250
@@ -107,7 +107,7 @@ def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> N
         assert set(before.values()) == {0}, "counters exist before the first event, or rate() misses it"
         for action in ("restart", "restart", "exit"):
             exporter.take({"kind": "event", "event": "guard", "action": action})
-        for event in ("nonfinite", "quarantine", "quarantine", "reader_died", "save_failed", "hung"):
+        for event in ("nonfinite", "quarantine", "quarantine", "worker_died", "save_failed", "hung"):
             exporter.take({"kind": "event", "event": event})
         for bound in ("data-bound", "data-bound", "hung", "never heard of"):
             exporter.take({"kind": "verdict", "bound": bound})
@@ -118,7 +118,7 @@ def test_events_and_verdicts_are_counted_with_labels_known_from_the_start() -> N
     assert samples["vesuvius_guard_actions_total", "exit"] == 1
     assert samples["vesuvius_verdicts_total", "data-bound"] == 2
     assert samples["vesuvius_quarantined_boxes_total", ""] == 2
-    for name in ("nonfinite_steps", "reader_deaths", "checkpoint_failures", "hangs"):
+    for name in ("nonfinite_steps", "worker_deaths", "checkpoint_failures", "hangs"):
         assert samples[f"vesuvius_{name}_total", ""] == 1
     assert samples["vesuvius_hung", ""] == 1
     assert samples.keys() - before.keys() == {("vesuvius_hung", "")}, "no label beyond those"

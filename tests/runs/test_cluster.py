@@ -157,7 +157,7 @@ def test_readers_of_two_ranks_on_another_node_deliver_what_one_rank_gets(
     try:
         add_node(nodes)
         nodes.wait_for_nodes()
-        cluster = {"address": nodes.address, "reader_nodes": "any"}
+        cluster = {"address": nodes.address, "worker_nodes": "any"}
         config = tiny_config("two", training=plain | {"ranks": 2, "accumulate_steps": 1}, cluster=cluster)
         marker = f"VESUVIUS_RUNS={tmp_path / 'runs'}"
         environment = dict([marker.split("=", 1)])

@@ -48,14 +48,14 @@ def test_a_readers_death_is_recorded_and_reported_and_a_sigterm_to_all_processes
     assert find_damage(checkpoint) is None
     assert step_of(checkpoint) >= 3
     (death,) = read_deaths(run / "post_mortem.jsonl")
-    assert (death.victim, death.pid, death.cause) == ("reader", victim, "signal")
+    assert (death.victim, death.pid, death.cause) == ("worker", victim, "signal")
     assert death.step >= 3
     assert death.moments
-    assert f"reader {victim} was killed from outside, or crashed" in log
-    assert f"reader {victim}" in seen.stdout
+    assert f"worker {victim} was killed from outside, or crashed" in log
+    assert f"worker {victim}" in seen.stdout
     assert seen.returncode == EXIT_MEMORY_WARN
     again = run_vesuvius("memcheck", run, "--post-mortem", cwd=tmp_path)
-    assert f"reader {victim}" in again.stdout
+    assert f"worker {victim}" in again.stdout
     assert "what to change" in again.stdout
 
 
@@ -88,7 +88,7 @@ def test_a_run_continues_after_reader_deaths_and_reports_their_cause(
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
     deaths = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
-    assert [each["victim"] for each in deaths] == ["run", "reader", "reader"]
+    assert [each["victim"] for each in deaths] == ["run", "worker", "worker"]
     death = deaths[1]
     assert death["cause"] == "signal"
     assert f"it crashed with Aborted while reading {sharded}, according to its reading log" in death["evidence"]

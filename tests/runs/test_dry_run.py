@@ -29,7 +29,7 @@ def test_the_dry_run_describes_the_run_and_writes_nothing(
         "validation",
         "read amplification",
         "M parameters",
-        r"memory +RAM [\d.]+ GiB planned of [\d.]+ GiB \(.*\): readers [\d.]+ GiB, store [\d.]+ MiB, Ray [\d.]+ GiB, t",
+        r"memory +RAM [\d.]+ GiB planned of [\d.]+ GiB \(.*\): workers [\d.]+ GiB, store [\d.]+ MiB, Ray [\d.]+ GiB, t",
         "GiB free",
     ):
         assert re.search(fact, text), fact
@@ -76,7 +76,7 @@ def test_the_dry_run_refuses_too_much_memory_and_its_suggested_workers_fit(
     shown = capsys.readouterr()
     assert "passed" not in shown.out
     refusal = re.search(
-        r"of host memory are planned.*monitor.ram_limit_gib.*most of it for readers.* with (\S+)", shown.err
+        r"of host memory are planned.*monitor.ram_limit_gib.*most of it for workers.* with (\S+)", shown.err
     )
     assert refusal
     assert vesuvius_train(tiny_config(), *arguments, refusal[1]) == EXIT_OK

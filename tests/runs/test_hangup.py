@@ -84,7 +84,7 @@ def test_closing_the_terminal_stops_a_run_with_ray_readers_like_sigterm(
     end, log = run_end(run), (run / "logs/train_full.log").read_text()
     assert (end["exit_code"], end["cause"], end["step"]) == (75, "SIGHUP", step_of(checkpoint))
     assert "Traceback" not in log
-    assert "reader" not in "".join(line for line in log.splitlines() if " WARNING " in line or " ERROR " in line)
+    assert "worker" not in "".join(line for line in log.splitlines() if " WARNING " in line or " ERROR " in line)
 
 
 @pytest.mark.parametrize("first", [f"{OWN_TERMINAL}; {NOHUP}", pytest.param("", marks=pytest.mark.long)])

@@ -36,7 +36,7 @@ def write_metrics(directory: Path, *records: dict[str, Any]) -> None:
 
 
 def death(**figures: Any) -> Death:
-    known: dict[str, Any] = {"time": time.time(), "victim": "reader", "pid": 77, "step": 5, "cause": "ray"}
+    known: dict[str, Any] = {"time": time.time(), "victim": "worker", "pid": 77, "step": 5, "cause": "ray"}
     return Death(**known | {"evidence": ("Ray says so",), "moments": (), "remedy": "training.workers=1"} | figures)
 
 
@@ -130,8 +130,8 @@ def test_a_reader_death_in_this_session_is_12_and_one_in_an_earlier_session_is_n
         done = run_memcheck("tiny", cwd=tmp_path)
         shown = run_memcheck("tiny", "--post-mortem", "--json", cwd=tmp_path)
     assert done.returncode == 12
-    assert "reader 78 was killed" in done.stdout.replace("\n", " ")
-    assert "reader 77" not in done.stdout
+    assert "worker 78 was killed" in done.stdout.replace("\n", " ")
+    assert "worker 77" not in done.stdout
     assert [each["pid"] for each in json.loads(shown.stdout)] == [77, 78]
 
 

@@ -178,7 +178,7 @@ def test_readers_killed_at_random_times_change_no_byte_and_are_reported(job: Rea
         while not died:  # said once another process has taken over
             assert time.monotonic() < deadline
             next(stream)
-            died = [event for event in tuple(stream.events) if event.kind == "reader_died"]
+            died = [event for event in tuple(stream.events) if event.kind == "worker_died"]
     assert got.hexdigest() == expected.hexdigest()
     for ended in died:
         assert ended.fields["pid"] in victims

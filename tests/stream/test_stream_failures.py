@@ -132,7 +132,7 @@ def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, mo
         assert stream._source
         source: Any = stream._source._ray
         source = source.result()
-        while_the_second_is_made.append(lambda: source._reader_died("a death", {"pid": 1, "node": "here"}))
+        while_the_second_is_made.append(lambda: source._worker_died("a death", {"pid": 1, "node": "here"}))
         with pytest.raises(DataError, match=r"1 workers died in one session \(limit 0\)"):
             collect(stream, 2000)
         assert len(segments) == 2

@@ -301,7 +301,7 @@ def _text(config: Config, summary: dict[str, str], volume: VolumeFacts) -> str:
         "data.validation": "the volume is too small for a validation slab",
         "training.train_batch_size": "micro-batch: as large as memory allows",
         "training.accumulate_steps": f"{config.global_batch} patches per step",
-        "training.workers": "reader processes; 0 = the trainer reads: best on two cores, for a small volume, and "
+        "training.workers": "worker processes; 0 = the trainer reads: best on two cores, for a small volume, and "
         "if memory or /dev/shm is too small for Ray",
         "training.epochs": f"{summary['run']} here; to continue, raise epochs and add --resume",
         "training.lr_schedule": "independent of the horizon, so the run can be extended at any time",

@@ -64,7 +64,7 @@ class ClusterConfig(Section):
     min_ranks: PositiveInt | None = Field(
         None, description="continue with this many ranks when others are lost; null = wait for all of training.ranks"
     )
-    reader_nodes: Literal["auto", "same", "any"] = Field(
+    worker_nodes: Literal["auto", "same", "any"] = Field(
         "auto",
         description="where workers run: same = on the trainer's node; auto = same for several ranks, otherwise any",
     )

@@ -159,7 +159,7 @@ def build_profile(
         "count.  They run as in vesuvius train, but without validation, previews and checkpoints."
     )
     if verdict.window.steps < asked:
-        method += f"  Readers were replaced: the verdict covers the last {verdict.window.steps} steps."
+        method += f"  Workers were replaced: the verdict covers the last {verdict.window.steps} steps."
     if ranks != 1:
         method += "  One rank was measured, without communication; vesuvius bench --ranks measures that."
     is_idle = verdict.kind == "compute-bound" and not verdict.overrides and observed.device == "CPU"
@@ -172,7 +172,7 @@ def build_profile(
         commands=() if is_idle else (next_command,),
         tone="",
         parts=tuple(work_parts(records, chosen, float(work_s.sum()))),
-        charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "readers", "vram")),
+        charts=tuple(each for each in run.charts if each.key in ("parts", "step_s", "ram", "workers", "vram")),
         tables=(),
         previews=(),
         parts_note=f"{_NOTE}  {method}",

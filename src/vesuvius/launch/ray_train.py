@@ -115,9 +115,9 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
     if room < least or cpus < min(room, int(config.training.ranks)) * (1 + workers):
         text = " + ".join(f"{need:g} {name}" for name, need in needs.items())
         raise ConfigError(
-            f"{least} ranks and their readers do not fit on the {len(nodes)} nodes with {cpus:g} cores, which have "
-            f"room for {room} ranks: each needs {text} on one node, and {1 + workers} cores with its readers; lower "
-            "training.ranks, cluster.min_ranks or training.workers, set cluster.reader_nodes=any, or add nodes"
+            f"{least} ranks and their workers do not fit on the {len(nodes)} nodes with {cpus:g} cores, which have "
+            f"room for {room} ranks: each needs {text} on one node, and {1 + workers} cores with its workers; lower "
+            "training.ranks, cluster.min_ranks or training.workers, set cluster.worker_nodes=any, or add nodes"
         )
     return needs
 

@@ -25,7 +25,7 @@ from vesuvius.runlog.records import JsonLines, Tail, read_dataclasses
 from vesuvius.runlog.units import format_count, format_gib, format_size, format_time
 
 Samples = Sequence[MemorySample]
-Victim = Literal["reader", "run"]
+Victim = Literal["worker", "run"]
 Cause = Literal["kernel", "ray", "gpu", "guard", "signal", "unknown"]
 
 _LAST_S = 60.0
@@ -68,7 +68,7 @@ class Death:
 
 def headline(death: Death) -> str:
     """Victim and cause in one sentence.  Pure."""
-    who = f"reader {death.pid}" if death.victim == "reader" else f"the run (pid {death.pid})"
+    who = f"worker {death.pid}" if death.victim == "worker" else f"the run (pid {death.pid})"
     return f"{who} {_HEADLINES[death.cause]}"
 
 
@@ -102,7 +102,7 @@ def _table(samples: Samples) -> list[str]:
     if not samples:
         return ["  no memory samples were kept"]
     end = samples[-1].time
-    rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"]
+    rows = [f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest worker':>24}   share of the limit"]
     for each in {(end - sample.time) // _EVERY_S: sample for sample in samples}.values():
         pid, size = max(each.readers.items(), key=lambda item: item[1], default=(0, 0))
         reader, share = f"{format_gib(size)} (pid {pid})" if pid else "-", each.limit_share
@@ -147,7 +147,7 @@ def examine_reader(
     """Explain why a reader died; called in the trainer once it has been replaced.  Reads the kernel's counts.
 
     Args:
-        end: fields of the stream's event `reader_died`.
+        end: fields of the stream's event `worker_died`.
         step: optimizer steps done.
         samples: memory of the last two minutes.
         readers: pids of the living readers on this machine.
@@ -174,8 +174,8 @@ def examine_reader(
         counts = next(known, None) or read_counts_of(os.getpid())
         cause, counted = _classify(session, sampled, last, counts)
         evidence = [*counted, *evidence]
-    remedy = remedy_of(cause, "reader", session.workers, last, session.limits.ray_share)
-    return _death("reader", end["pid"], step, cause, evidence, samples, remedy)
+    remedy = remedy_of(cause, "worker", session.workers, last, session.limits.ray_share)
+    return _death("worker", end["pid"], step, cause, evidence, samples, remedy)
 
 
 def death_of_this_run(cause: Literal["gpu", "guard"], step: int, reason: str, samples: Samples, remedy: str) -> Death:
@@ -231,7 +231,7 @@ def deaths_of(run_dir: Path) -> list[Death]:
 
 def is_of_session(death: Death, session: SessionRecord) -> bool:
     """Whether a death belongs to a session.  A run's own death may be noticed only by the next session.  Pure."""
-    return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
+    return death.time >= session.begin_time and (death.victim == "worker" or death.pid == session.pid)
 
 
 def _death(
@@ -243,7 +243,7 @@ def _death(
         figures = f"({format_size(limit.used_bytes)} of {format_size(limit.limit_bytes)}) at {format_time(last.time)}"
         memory.append(f"memory was at {100 * share:.1f} % of the point where {limit.name} kills {figures}")
     if last is not None and pid in last.readers:
-        memory.append(f"the reader itself used {format_size(last.readers[pid])}")
+        memory.append(f"the worker itself used {format_size(last.readers[pid])}")
     return Death(time.time(), victim, pid, step, cause, (*evidence, *memory), tuple(samples), remedy)
 
 
@@ -300,12 +300,12 @@ def remedy_of(
     if workers:  # never suggests 0: the trainer would use that memory instead
         keys, what = "training.prefetch_factor=1", "fewer prefetched batches"
         if workers > 1:
-            keys, what = f"training.workers={workers - 1} {keys}", f"fewer readers, {what}"
+            keys, what = f"training.workers={workers - 1} {keys}", f"fewer workers, {what}"
         less = f"Start it with --resume {keys} ({what}), or a smaller data.regions_in_flight."
     again = "start again with --resume"
-    if victim == "reader":
-        again = "the run continues with a new reader"
-        less = f"The run continues with a new reader; if it happens again, stop the run. {less}"
+    if victim == "worker":
+        again = "the run continues with a new worker"
+        less = f"The run continues with a new worker; if it happens again, stop the run. {less}"
     if cause == "ray":
         at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
         counts = f"Ray counts the memory of the whole machine, including other users', and kills{at}"

@@ -129,13 +129,13 @@ def _shares(values: Sequence[float]) -> list[float] | None:
 
 def spreads(record: Record) -> dict[str, list[Any]]:
     """Return [min, mean, max] of each figure in a record of `system.jsonl`, as it was written: `used_bytes`, ...,
-    `cores`, `vram`, `reader PID` and `GPU INDEX`; unknown ones are empty or hold None."""
+    `cores`, `vram`, `worker PID` and `GPU INDEX`; unknown ones are empty or hold None."""
     names = ("used_bytes", "trainer_bytes", "shared_bytes")
     return {
         **{name: record.get(name) or [] for name in names},
         "cores": 3 * [record.get("cores_busy")],
         "vram": (record.get("vram") or {}).get("reserved_bytes") or [],
-        **{f"reader {pid}": 3 * [size] for pid, size in (record.get("readers") or {}).items()},
+        **{f"worker {pid}": 3 * [size] for pid, size in (record.get("readers") or {}).items()},
         **{f"GPU {gpu.get('index')}": gpu.get("busy") or [] for gpu in record.get("gpus") or []},
     }
 

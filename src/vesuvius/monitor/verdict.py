@@ -24,7 +24,7 @@ Cause = Literal[
     "decoding",
     "reading",
     "store latency",
-    "readers stopped",
+    "workers stopped",
     "too few tasks",
 ]
 
@@ -96,11 +96,11 @@ def diagnose(window: Window, knobs: Knobs) -> Verdict:
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share or 0.0)} of its periods"
     if not window.stopped_readers:
         return replace(found, evidence=evidence)
-    evidence += f", a signal (SIGSTOP) or a debugger has stopped {format_count(window.stopped_readers, 'reader')}"
+    evidence += f", a signal (SIGSTOP) or a debugger has stopped {format_count(window.stopped_readers, 'worker')}"
     if found.kind != "data-bound":
-        return replace(found, evidence=evidence, advice=f"{found.advice}; `kill -CONT` resumes readers")
-    advice = "no setting helps while readers are stopped: `kill -CONT` resumes them"
-    return replace(found, evidence=evidence, cause="readers stopped", overrides=(), advice=advice)
+        return replace(found, evidence=evidence, advice=f"{found.advice}; `kill -CONT` resumes workers")
+    advice = "no setting helps while workers are stopped: `kill -CONT` resumes them"
+    return replace(found, evidence=evidence, cause="workers stopped", overrides=(), advice=advice)
 
 
 class _Diagnosis:
@@ -226,18 +226,18 @@ class _Diagnosis:
             advice = "nothing to change: decoded volumes stay in memory"
             return self._data("first pass", f"{waited}, voxels not yet in memory were read", advice)
         if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
-            evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'reader')} had a task on average"
+            evidence = f"{waited}, {w.working_readers:.3g} of {format_count(k.workers, 'worker')} had a task on average"
             more = "a lower data.patches_per_region makes more tasks"
             advice = f"the remaining samples make too few tasks; in a new run, {more}"
             return self._data("too few tasks", evidence, advice)
-        read_s, busy = w.read_s or 0.0, self._readers_busy()
+        read_s, busy, who = w.read_s or 0.0, self._readers_busy(), "workers" if k.workers else "reading threads"
         on_core = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
         if k.workers and max(busy, on_core or 0.0) < _BUSY:
             advice = "regions are small compared with Ray's overhead per region; raise data.stream_gib in a new run"
-            return self._data("handing over", f"{waited}, readers busy only {_percent(busy)}", advice)
+            return self._data("handing over", f"{waited}, workers busy only {_percent(busy)}", advice)
         if read_s > w.decode_s:
-            return self._store_too_slow(f"{waited}, readers waited for the store {_percent(read_s / self._reader_s())}")
-        evidence = f"{waited}, readers busy {_percent(busy)}"
+            return self._store_too_slow(f"{waited}, {who} waited for the store {_percent(read_s / self._reader_s())}")
+        evidence = f"{waited}, {who} busy {_percent(busy)}"
         waits_for_disk = on_core is not None and on_core < _WAITS_FOR_DISK * busy
         if w.read_s is None and waits_for_disk and w.free_cores >= 1:
             evidence += f", each with only {_percent(on_core or 0.0)} of a core"
@@ -253,9 +253,9 @@ class _Diagnosis:
             evidence += f", {free:.1f} cores idle"
         if free >= 1:
             workers = min(k.workers + int(free), 2 * k.workers) if k.workers else 2
-            return self._more("workers too few", evidence, "readers", f"training.workers={workers}")
+            return self._more("workers too few", evidence, "workers", f"training.workers={workers}")
         if k.workers > _READERS_PER_CORE * w.cores:
-            evidence += f", {format_count(k.workers, 'reader')} share {w.cores:.3g} cores"
+            evidence += f", {format_count(k.workers, 'worker')} share {w.cores:.3g} cores"
             return self._data("decoding", evidence, "", f"training.workers={math.ceil(w.cores)}")
         if w.others_cores >= max(w.cores / 4, 1):
             advice = "other programs use the cores; stop them, or train elsewhere"

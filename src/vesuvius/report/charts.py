@@ -69,8 +69,8 @@ def _memory(records: RunRecords) -> Iterator[Chart]:
     names = {"run": "used_bytes", "trainer": "trainer_bytes", "shared memory": "shared_bytes"}
     series = [_range(label, system, [name]) for label, name in names.items()]
     yield from chart("ram", "RAM", "GiB", series, limits=_limit([record.limit_bytes for record in system[-1:]]))
-    readers = _ranges(system, "reader ", "readers, including replaced ones")
-    yield from chart("readers", "Private RAM of each reader", "GiB", readers)
+    readers = _ranges(system, "worker ", "workers, including replaced ones")
+    yield from chart("workers", "Private RAM of each worker", "GiB", readers)
     reserved = banded("reserved", steps["step"], steps["vram_used_bytes"] / GIB)
     yield from chart("vram", "VRAM", "GiB", [reserved], limits=_limit(steps["vram_limit_bytes"][-1:]))
     busy = _range("cores", system, ["cores"], 1.0)

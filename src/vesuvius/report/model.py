@@ -178,7 +178,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(death.cause not in _ENDED_ITSELF for death in records.deaths)),
         "peak RAM": of_limit(records.peak("ram_used_bytes", *used), largest(steps["ram_limit_bytes"])),
-        "largest reader": _or_unknown(records.peak("worker_max_bytes"), format_size),
+        "largest worker": _or_unknown(records.peak("worker_max_bytes"), format_size),
     }
     if gpus := [str(gpu) for gpu in env.get("gpus") or []]:
         facts |= {

@@ -31,7 +31,7 @@ PASS, FAIL = "✓ ", "✗ "
 """Begin a table cell that the page colors."""
 
 PARTS_NOTE = (
-    "The first step of a session includes starting the readers and choosing kernels; pauses are validation, previews "
+    "The first step of a session includes starting the workers and choosing kernels; pauses are validation, previews "
     "and checkpoint copies.  Waits hidden behind computation count as 0."
 )
 

@@ -48,7 +48,7 @@ class SystemRecord:
 
     step: float  # of the last; of records that precede the first step of a session, the last known step
     limit_bytes: float
-    bands: Mapping[str, Band]  # of `used_bytes`, `trainer_bytes`, `shared_bytes`, `cores`, `reader PID`, `GPU INDEX`
+    bands: Mapping[str, Band]  # of `used_bytes`, `trainer_bytes`, `shared_bytes`, `cores`, `worker PID`, `GPU INDEX`
 
     def merged(self, later: SystemRecord) -> SystemRecord:
         names = dict.fromkeys((*self.bands, *later.bands))

@@ -214,7 +214,7 @@ def _figures(record: Record) -> Iterator[tuple[str, float | None]]:
             yield "system/ram_gib", _gib(get("used_bytes"))
             yield "system/trainer_gib", _gib(get("trainer_bytes"))
             yield "system/store_gib", _gib(get("shared_bytes"))
-            yield "system/reader_max_gib", _gib(max((get("readers") or {}).values(), default=None))
+            yield "system/worker_max_gib", _gib(max((get("readers") or {}).values(), default=None))
             yield "system/vram_reserved_gib", _gib(vram.get("reserved_bytes"))
             yield "system/vram_peak_gib", _gib(vram.get("peak_bytes"))
             yield "system/cores_busy", get("cores_busy")

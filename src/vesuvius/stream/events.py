@@ -16,7 +16,7 @@ from vesuvius.stream.reading.reader import ReaderJob
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured", "resident"]
+EventKind = Literal["worker_died", "quarantine", "spill", "reconfigured", "resident"]
 
 DEATHS_MAX = 32  # reader deaths per session after which the stream ends
 _EVENTS_KEPT = 10_000
@@ -66,10 +66,10 @@ class EventRecorder:
         self.record("quarantine", text, record)
         check_quarantine(len(self.quarantined), self._data.max_quarantined, record)
 
-    def reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
+    def worker_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
         """Record a death.  Returns the error that ends the stream if there were too many."""
         self.reader_deaths += 1
-        self.record("reader_died", f"{text}; another worker repeats its task", fields)
+        self.record("worker_died", f"{text}; another worker repeats its task", fields)
         if self.reader_deaths <= DEATHS_MAX:
             return None
         return DataError(

@@ -43,9 +43,9 @@ class StreamOptions:
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
-        if training.ranks != 1 and cluster.reader_nodes == "auto":
+        if training.ranks != 1 and cluster.worker_nodes == "auto":
             # Also for the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
-            cluster = cluster.model_copy(update={"reader_nodes": "same"})
+            cluster = cluster.model_copy(update={"worker_nodes": "same"})
         return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
 
 
@@ -60,7 +60,7 @@ class StreamChanges(TypedDict, total=False):
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
     """Whether the readers of a rank run on its own node.  Pure."""
-    return cluster.reader_nodes == "same" or (cluster.reader_nodes == "auto" and world > 1)
+    return cluster.worker_nodes == "same" or (cluster.worker_nodes == "auto" and world > 1)
 
 
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:

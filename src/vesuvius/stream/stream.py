@@ -107,7 +107,7 @@ class PatchStream(Iterator[Batch]):
         self._interrupted = interrupted
         self._readers = Readers()
         self._marker = marker
-        self._ray = RayOfStream(partial(self._events.record, "spill"), _weak(self._reader_died))
+        self._ray = RayOfStream(partial(self._events.record, "spill"), _weak(self._worker_died))
         self.events, self.quarantined = self._events.events, self._events.quarantined
         self.readers = self._readers.living
         self._source: RegionSource | None = None
@@ -355,10 +355,10 @@ class PatchStream(Iterator[Batch]):
         for nonfinite in report.nonfinite:
             nonfinite.warn()
 
-    def _reader_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
+    def _worker_died(self, text: str, fields: dict[str, Any]) -> DataError | None:
         """Record a death, on any thread.  Returns the error that ends the stream, if any."""
         self.readers.pop(fields["pid"], None)
-        return self._events.reader_died(text, fields)
+        return self._events.worker_died(text, fields)
 
 
 def _weak(method: Callable[..., Any]) -> Callable[..., Any]:

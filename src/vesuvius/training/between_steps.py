@@ -236,7 +236,7 @@ class GuardActions:
         changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
         text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
         if order.action == "restart":
-            text = "restarting leaking readers"
+            text = "restarting leaking workers"
         if order.action == "drop":
             changes = {"workers": self._readers_again, "resident": False}
             text = "dropping the volumes kept in memory; they are read again (data.resident=0)"
@@ -245,7 +245,7 @@ class GuardActions:
         began = time.monotonic()
         feed.stream.reconfigure(**changes)
         self._options = feed.stream.options
-        log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
+        log.info("memory guard: workers restarted in %.1f s", time.monotonic() - began)
 
     def _record(self, action: Action, reason: str, **changes: Any) -> None:
         self._run.metrics.write(

@@ -27,7 +27,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.training.between_steps import GuardActions, PeriodicTasks
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.ranks.failure import RankError
-from vesuvius.training.reporting.monitoring import reader_died
+from vesuvius.training.reporting.monitoring import worker_died
 from vesuvius.training.reporting.report import LaunchedStep, MicroBatch, RankTelemetry, StepReporter, diagnose
 from vesuvius.training.request import MakeTuner, RunContext
 from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
@@ -115,7 +115,7 @@ class TrainingLoop:
                 raise
             finally:
                 self._record_events(stream)
-                watchdog.expects("end of the readers", "the readers to end")
+                watchdog.expects("end of the workers", "the workers to end")
 
     def _stop_if_moved(self) -> None:
         """Once a second, request a stop if the run directory is no longer in its place."""
@@ -308,5 +308,5 @@ class TrainingLoop:
             self.run.metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
             if event.kind == "quarantine":
                 self.run.progress.quarantine(self.run.directory.quarantine, [event.fields])
-            elif event.kind == "reader_died":
-                reader_died(self.run, self.monitor, stream, event)
+            elif event.kind == "worker_died":
+                worker_died(self.run, self.monitor, stream, event)

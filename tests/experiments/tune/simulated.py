@@ -152,7 +152,7 @@ class Machine:
 
     def rate_of(self, setting: Setting, kind: TrialKind) -> float:
         """Samples a second of the readers alone, the steps alone, or the whole."""
-        if kind == "readers":
+        if kind == "reading":
             return min(self._readers_rate(setting), self.cores / self.decode_s)
         return 1 / self.trainer_s(setting) if kind == "step" else self.rate(setting)
 

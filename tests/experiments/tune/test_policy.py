@@ -132,7 +132,7 @@ def test_a_small_budget_writes_only_what_was_measured_in_pairs(name: str, budget
     if found.written != machine.source:
         runs = Counter(result.setting for result in search.results if result.kind == "run")
         assert runs[found.written] >= MIN_PAIRS_TO_WRITE
-    readers = {result.setting: result.rate for result in search.results if result.kind == "readers"}
+    readers = {result.setting: result.rate for result in search.results if result.kind == "reading"}
     steps = max((result.rate for result in search.results if result.kind == "step"), default=0.0)
     if len(readers) > 1 and 1.5 * readers[machine.source] < min(max(readers.values()), steps):
         assert found.best != machine.source, "what doubles the readers is recommended"

@@ -44,7 +44,7 @@ def test_the_headline_states_the_gain_and_its_certainty() -> None:
     for change, said in (
         ({"certainty": "unchanged", "best": source}, "Keep the config: "),
         ({"certainty": "unchanged", "complete": False, "reason": "spent"}, "No gain found yet: spent"),
-        ({"certainty": "likely", "gain": None, "predicted": 0.5}, "1.50 times as fast, predicted from readers and "),
+        ({"certainty": "likely", "gain": None, "predicted": 0.5}, "1.50 times as fast, predicted from reading and "),
         ({"certainty": "none", "reason": "no memory"}, "No recommendation: no memory"),
         (
             {"gain": Comparison(0.2, 0.1, 0.31, 4)},

@@ -112,7 +112,7 @@ def test_one_trainer_measures_trial_after_trial(config: Config, trials: Path) ->
         assert first.ram_bytes > 100 * 2**20, "torch alone is larger"
 
         # Readers and steps by themselves: what the loop sees of them is a gap in the order of samples.
-        read = lab.measure(setting, "readers", 0.2, _HANG_S)
+        read = lab.measure(setting, "reading", 0.2, _HANG_S)
         computed = lab.measure(setting, "step", 0.2, _HANG_S)
         again = lab.measure(deeper, "run", 0.2, _HANG_S)
         assert [result.ended for result in (read, computed, again)] == ["ok"] * 3

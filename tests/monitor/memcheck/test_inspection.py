@@ -27,7 +27,7 @@ from vesuvius.runlog.units import GIB
 
 
 def sizes(found: Inspection) -> dict[str, int]:
-    return {part.part: part.now_bytes for part in found.parts() if part.part != "reader"}
+    return {part.part: part.now_bytes for part in found.parts() if part.part != "worker"}
 
 
 def part(found: Inspection, name: str) -> Part:
@@ -55,10 +55,10 @@ def begin(directory: Path, workers: int = 2, ago_s: float = 0.0) -> SessionRecor
 @pytest.mark.parametrize(
     ("readers", "used_gib", "expected"),
     [
-        ({11: 2, 12: 1}, 9, {"root": 4, "readers": 3, "others": 1, "store": 1, "total": 9}),
+        ({11: 2, 12: 1}, 9, {"root": 4, "workers": 3, "others": 1, "store": 1, "total": 9}),
         ({}, 9, {"root": 4, "others": 4, "store": 1, "total": 9}),
         ({}, 5, {"root": 4, "store": 1, "total": 5}),  # what is not there has no row
-        ({11: 50}, 5, {"root": 4, "readers": 50, "store": 1, "total": 55}),  # on another machine
+        ({11: 50}, 5, {"root": 4, "workers": 50, "store": 1, "total": 55}),  # on another machine
     ],
 )
 def test_parts_add_up_to_the_total_and_the_store_counts_once(
@@ -67,13 +67,13 @@ def test_parts_add_up_to_the_total_and_the_store_counts_once(
     """Leaving out Ray's processes, or counting shared memory in each process, would give another total."""
     held = {pid: size * GIB for pid, size in readers.items()}
     (sample,) = memory_samples(0.0, count=1, used_bytes=used_gib * GIB, readers=held)
-    found = Inspection(0.0, "run", "run x", sample=sample, peaks={"trainer_bytes": 12 * GIB, "reader 12": 7 * GIB})
+    found = Inspection(0.0, "run", "run x", sample=sample, peaks={"trainer_bytes": 12 * GIB, "worker 12": 7 * GIB})
     assert sizes(found) == {name: size * GIB for name, size in expected.items()}
-    assert sum(each.now_bytes for each in found.parts() if each.part == "reader") == sum(held.values())
+    assert sum(each.now_bytes for each in found.parts() if each.part == "worker") == sum(held.values())
     assert [each.pid for each in found.parts() if each.pid] == list(readers), "the largest first"
     assert part(found, "root").peak_bytes == 12 * GIB
     if 12 in readers:
-        assert (part(found, "reader 11").peak_bytes, part(found, "reader 12").peak_bytes) == (2 * GIB, 7 * GIB)
+        assert (part(found, "worker 11").peak_bytes, part(found, "worker 12").peak_bytes) == (2 * GIB, 7 * GIB)
 
 
 def test_the_figures_of_a_living_run_are_those_of_its_own_session(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_peaks_come_from_records_and_samples_and_missing_figures_are_not_zero(tm
     )
     keep(tmp_path, [MemorySample(20.0, 5, 400, 3, 60, {7: 80, 8: 10})])
     run = RunFiles(tmp_path)
-    peaks = {"used_bytes": 400, "shared_bytes": 5, "trainer_bytes": 60, "vram": 6, "reader 7": 90, "reader 8": 10}
-    assert run.peaks() == peaks | {"reader x": 1, "readers": 90, "others": 247}
+    peaks = {"used_bytes": 400, "shared_bytes": 5, "trainer_bytes": 60, "vram": 6, "worker 7": 90, "worker 8": 10}
+    assert run.peaks() == peaks | {"worker x": 1, "workers": 90, "others": 247}
 
 
 @pytest.mark.parametrize(

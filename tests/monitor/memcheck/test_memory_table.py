@@ -46,7 +46,7 @@ def full(readers: Iterable[float] = (5, 6)) -> Inspection:
         state_text="process 100 is at work",
         sample=seen,
         is_live=True,
-        peaks={"reader 101": 5.12 * GIB, "vram": 43.5 * GIB},
+        peaks={"worker 101": 5.12 * GIB, "vram": 43.5 * GIB},
         level=Level.LOW,
         limits=seen.limits,
         steps={"step": 1200, "age_s": 3.2, "step_s_p95": 2.914, "verdict": "decoding; try training.workers=6 " * 2},
@@ -57,7 +57,7 @@ def full(readers: Iterable[float] = (5, 6)) -> Inspection:
 def test_the_table_shows_parts_peaks_and_limits() -> None:
     table = text(full())
     assert cells(table, "trainer") == ["trainer", "4.00", "4.00"]
-    assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12"]
+    assert cells(table, "worker 101") == ["worker 101", "5.00", "5.12"]
     assert cells(table, "shared memory") == ["shared memory", "1.00", "1.00"]
     assert cells(table, "total")[:2] == ["total", "17.00 of 16.00"]
     assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
@@ -88,14 +88,14 @@ def test_unknown_figures_are_a_dash_and_never_zero() -> None:
 
 def test_the_largest_readers_are_shown_and_the_rest_summed_up() -> None:
     table = text(full(readers=[1 + 0.01 * i for i in range(20)]))
-    assert len(re.findall(r"reader \d", table)) == 8
-    assert cells(table, "readers")[:2] == ["readers (20)", "21.90"]
+    assert len(re.findall(r"worker \d", table)) == 8
+    assert cells(table, "workers")[:2] == ["workers (20)", "21.90"]
     assert cells(table, "12 more")[:2] == ["12 more", f"{sum(1 + 0.01 * i for i in range(12)):.2f}"]
     assert "readers (" not in text(full(readers=[1])), "a single reader has no total"
 
 
 def test_a_grep_for_kills_finds_only_kills_in_the_table() -> None:
     assert not HYGIENE.search(text(full()))
-    killed = text(replace(full(), kills=("reader 7 was killed",)))
+    killed = text(replace(full(), kills=("worker 7 was killed",)))
     assert HYGIENE.search(killed)
     assert "OOM kill" in killed

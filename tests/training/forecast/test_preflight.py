@@ -39,7 +39,7 @@ def test_too_many_readers_per_core_are_warned_about(workers: int, address: str |
     lines = config_warnings(tiny(workers, address), data, 1, 2.0)
     assert len(lines) == found
     for line in lines:
-        assert "readers on 2 cores" in line
+        assert "workers on 2 cores" in line
         assert "set training.workers=2, or at most 8 for a remote store" in line
 
 

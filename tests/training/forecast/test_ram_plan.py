@@ -63,11 +63,11 @@ def test_another_worker_costs_a_reader_and_its_share_of_the_store_and_the_line_s
     _, data, two = planned("training.workers=2", many)
     config, _, three = planned("training.workers=3", many)
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert 2 * of(three, "readers") == 3 * of(two, "readers")
-    assert of(three, "readers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
+    assert 2 * of(three, "workers") == 3 * of(two, "workers")
+    assert of(three, "workers") > 3 * (122 * MIB + 2 * data.job.block_bytes)
     assert of(three, "store") >= store_peak_bytes(data.job, options)
     assert of(three, "store") > of(two, "store")
-    owners = ("readers", "store", "Ray", "trainer")
+    owners = ("workers", "store", "Ray", "trainer")
     assert three.ram_bytes == sum(of(three, owner) for owner in owners)
     (line,) = three.lines()
     assert all(f"{owner} {format_size(of(three, owner))}" in line for owner in owners)
@@ -79,17 +79,17 @@ def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_fl
     assert set(plan.ram) == {"trainer"}
     regions = (data.plan.regions_in_flight + 1) * data.job.block_bytes
     assert of(plan, "trainer") - of(planned("training.workers=1")[2], "trainer") >= regions
-    assert "readers" not in plan.lines()[0]
+    assert "workers" not in plan.lines()[0]
 
 
 @pytest.mark.usefixtures("some_network")
 def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(planned: Plan) -> None:
     """One step needs the regions of one task; beyond 500 tasks Ray's executions overlap."""
-    one = of(planned("training.workers=4", "training.max_steps=1")[2], "readers")
-    assert of(planned("training.workers=4")[2], "readers") == 4 * one
+    one = of(planned("training.workers=4", "training.max_steps=1")[2], "workers")
+    assert of(planned("training.workers=4")[2], "workers") == 4 * one
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
     options = StreamOptions.from_config(config.training, config.cluster)
-    assert of(long, "readers") == 8 * one
+    assert of(long, "workers") == 8 * one
     handing_over = store_peak_bytes(data.job, options) + store_prefetch_bytes(data.job, options)
     assert handing_over <= of(long, "store") <= store_bytes(data.job, options)
 

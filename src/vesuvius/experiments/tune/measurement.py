@@ -119,8 +119,8 @@ class Planned:
 Planner = Callable[[Setting], Planned]
 """Predicts the memory of a setting.  Pure."""
 
-TrialKind = Literal["run", "readers", "step"]
-"""Kind of a measurement: `run` = the training loop; `readers` = batches taken as soon as they arrive, without a step;
+TrialKind = Literal["run", "reading", "step"]
+"""Kind of a measurement: `run` = the training loop; `reading` = batches taken as soon as they arrive, without a step;
 `step` = optimizer steps on one batch while the readers are idle."""
 
 Risk = Literal["low", "medium", "high"]
@@ -270,18 +270,18 @@ class PredictedRates:
         """Samples/s: measured, or predicted; None if no measurement allows a prediction."""
         if (measured := self.measured(kind, setting)) is not None or kind == "step":
             return measured
-        return self._scaled(setting) if kind == "readers" else self._predicted(setting)
+        return self._scaled(setting) if kind == "reading" else self._predicted(setting)
 
     def limit(self, setting: Setting) -> float | None:
         """The smaller limit of readers and trainer; None without a trial of each."""
-        readers, trainer = self.expected("readers", setting), self.measured("step", setting)
+        readers, trainer = self.expected("reading", setting), self.measured("step", setting)
         if readers is None or trainer is None:
             return None
         return min(readers, trainer) if setting.workers else 1 / (1 / readers + 1 / trainer)  # one after the other
 
     def waiting_share(self, setting: Setting) -> float:
         """Share of a reader's time spent waiting for the store, which more requests may hide; 0 if unknown."""
-        times = [(r.decode_s, r.reader_s) for r in self.of("readers", setting)]
+        times = [(r.decode_s, r.reader_s) for r in self.of("reading", setting)]
         decode_s, reader_s = times[-1] if times else (None, None)
         return 0.0 if decode_s is None or not reader_s else 1 - min(decode_s / reader_s, 1.0)
 
@@ -304,12 +304,12 @@ class PredictedRates:
 
     def _scaled(self, setting: Setting) -> float | None:
         """The rate of the nearest trial, scaled by the number of readers."""
-        counts = {r.setting: max(r.setting.workers, 1) for r in self._measured("readers")}
+        counts = {r.setting: max(r.setting.workers, 1) for r in self._measured("reading")}
         if not counts:
             return None
         count = max(setting.workers, 1)
         near = min(counts, key=lambda s: (s.requests != setting.requests, abs(math.log(counts[s] / count))))
-        return (self.measured("readers", near) or 0.0) * count / counts[near]
+        return (self.measured("reading", near) or 0.0) * count / counts[near]
 
 
 def _switches_apart(one: Setting, other: Setting) -> set[str]:

@@ -79,7 +79,7 @@ def policy(search: Search) -> Asks[None]:
     if obstacle := search.memory.obstacle(search.base):
         search.cut_short = does_not_fit(obstacle)
         return
-    kinds: tuple[tuple[TrialKind, str], ...] = (("readers", "readers alone"), ("step", "steps alone"))
+    kinds: tuple[tuple[TrialKind, str], ...] = (("reading", "reading alone"), ("step", "steps alone"))
     for kind, words in kinds:
         if (yield from search.measure(search.base, kind, "baseline", f"the unchanged config, {words}")) is None:
             search.cut_short = f"the unchanged config cannot be measured: {search.why_failed}"
@@ -106,18 +106,18 @@ def _feed(search: Search) -> Asks[None]:
     while (supply := search.supply()) < (_ENOUGH if search.best.workers else 1 - SMALLEST_GAIN):
         setting, words = _more(search, supply, more_requests)
         if setting is None:
-            return search.note("readers", words)
+            return search.note("reading", words)
         best, is_requests = search.best, setting.requests != search.best.requests
         least = max(SMALLEST_GAIN, min(_KNEE, (max(setting.workers, 1) / max(best.workers, 1) - 1) / 2))
-        have = search.rates.measured("readers", best) if best.workers else search.rates.limit(best)
+        have = search.rates.measured("reading", best) if best.workers else search.rates.limit(best)
         assert have is not None  # both were measured for the best setting
         # More requests gain much or nothing, as does the first reader: one trial is enough.
         at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
         changes = in_words(setting, best)
-        gain = yield from search.gain(setting, "readers", "readers", f"{changes}: {words}", have, near, 3)
+        gain = yield from search.gain(setting, "reading", "reading", f"{changes}: {words}", have, near, 3)
         if gain is not None and gain.gain >= least:
-            why = f"readers alone deliver {have * (1 + gain.gain):.3g} samples/s instead of {have:.3g}"
+            why = f"reading alone delivers {have * (1 + gain.gain):.3g} samples/s instead of {have:.3g}"
             search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}")
         elif is_requests:
             more_requests = False
@@ -130,8 +130,8 @@ def _feed(search: Search) -> Asks[None]:
                 and deaths <= _MOST_DEATHS
             ):
                 continue  # the next setting is smaller than those that died
-            return search.note("readers", f"no gain from {changes}: {gain.text if gain else search.why_failed}")
-    search.note("readers", f"readers suffice: {search.words()}")
+            return search.note("reading", f"no gain from {changes}: {gain.text if gain else search.why_failed}")
+    search.note("reading", f"reading suffices: {search.words()}")
 
 
 def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
@@ -152,10 +152,10 @@ def _more(search: Search, supply: float, more_requests: bool) -> tuple[Setting |
 
 def _raise_steps(search: Search) -> Asks[bool]:
     """Try larger micro-batches and switches; returns whether steps became faster, so readers may be too slow."""
-    before, readers, space = search.best, search.rates.measured("readers", search.best) or 0.0, search.space
+    before, readers, space = search.best, search.rates.measured("reading", search.best) or 0.0, search.space
     is_fed = readers >= search.trainer_rate()
     if not is_fed:
-        search.note("steps", f"readers deliver {readers:.3g} samples/s at most: a faster step would only wait longer")
+        search.note("steps", f"reading delivers {readers:.3g} samples/s at most: a faster step would only wait longer")
     elif space.on_gpu and space.source.amp == "off":  # an explicit format stays
         why = "half the bytes per value, and tensor cores; values are rounded to 16 bits"
         yield from _try(search, replace(search.best, amp="auto"), why)

@@ -104,7 +104,7 @@ def headline(result: Recommendation, source: Setting) -> str:
     gain, changes = result.gain, in_words(result.best, source)
     if gain is None:
         times = "Speedup unknown" if result.predicted is None else f"{1 + result.predicted:.2f} times as fast"
-        return f"{times}, predicted from readers and steps measured alone: {changes}"
+        return f"{times}, predicted from reading and steps measured alone: {changes}"
     pairs = f"{gain.pairs} pair{'s' * (gain.pairs > 1)} of trials"
     ends = " to ".join(f"{1 + end:.2f}" for end in gain.ends)
     proof = f"95 %: {ends}, {pairs}" if ends else f"{pairs}, no interval"

@@ -21,14 +21,14 @@ from vesuvius.experiments.tune.measurement import (
 )
 from vesuvius.runlog.units import format_duration
 
-Stage = Literal["baseline", "readers", "steps", "delivery", "confirm"]
+Stage = Literal["baseline", "reading", "steps", "delivery", "confirm"]
 T = TypeVar("T")
 Asks = Generator["Trial", Result, T]
 
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
-KINDS: dict[TrialKind, str] = {"run": "full run", "readers": "readers alone", "step": "steps alone"}
+KINDS: dict[TrialKind, str] = {"run": "full run", "reading": "reading alone", "step": "steps alone"}
 
 _LARGE_GAIN = 0.10  # a change is dropped once it significantly gains less
 # Two pairs that both differ by more suffice: for steps alone, for anything else.
@@ -188,7 +188,7 @@ class Search:
 
     def supply(self) -> float:
         """Rate of the best setting's readers over that of its steps, measured or predicted."""
-        readers, trainer = self.rates.expected("readers", self.best), self.trainer_rate()
+        readers, trainer = self.rates.expected("reading", self.best), self.trainer_rate()
         assert readers is not None  # the baseline was measured
         # Without readers, reading and computing alternate.
         return readers / trainer if self.best.workers else 1 / (1 + trainer / readers)
@@ -222,9 +222,9 @@ class Search:
         return False
 
     def words(self) -> str:
-        """`readers alone deliver 12 samples/s, the trainer alone takes 20`."""
-        have = self.rates.measured("readers", self.best) or 0.0
-        return f"readers alone deliver {have:.3g} samples/s, the trainer alone takes {self.trainer_rate():.3g}"
+        """`reading alone delivers 12 samples/s, the trainer alone takes 20`."""
+        have = self.rates.measured("reading", self.best) or 0.0
+        return f"reading alone delivers {have:.3g} samples/s, the trainer alone takes {self.trainer_rate():.3g}"
 
 
 def _is_gain_settled(gain: Comparison) -> bool:

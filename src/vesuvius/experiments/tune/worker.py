@@ -115,7 +115,7 @@ class TuneWorker:
                 match command["kind"]:
                     case "run":
                         figures = yield from self._run(command["seconds"])
-                    case "readers":
+                    case "reading":
                         figures = self._readers(command["seconds"])
                     case "step":
                         figures = self._step(command["seconds"])
@@ -164,7 +164,7 @@ class TuneWorker:
         figures = self._figures(totals, samples, working_s)
         sustained, text = working_s / figures["measured_s"], verdict.text
         if sustained < 1:
-            text = f"data-bound: readers deliver {samples / figures['measured_s']:.3g} samples/s, hidden by prefetch"
+            text = f"data-bound: reading delivers {samples / figures['measured_s']:.3g} samples/s, hidden by prefetch"
         return figures | {"data_share": 1 - sustained * (1 - verdict.window.shares["data_share"]), "text": text}
 
     def _readers(self, seconds: float) -> Figures:

@@ -39,7 +39,7 @@ _MONITOR_LATE_S = 15.0
 class Part(NamedTuple):
     """Memory of one part of a run."""
 
-    part: str  # "root" (the trainer), "readers" (all), "reader" (one), "others", "store", "total" or "vram"
+    part: str  # "root" (the trainer), "workers" (all), "worker" (one), "others", "store", "total" or "vram"
     name: str  # for people
     pid: int | None  # of a reader
     now_bytes: int
@@ -120,8 +120,8 @@ class Inspection:
 
         found = [
             part("root", "trainer", of.trainer_bytes, "trainer_bytes"),
-            part("readers", f"readers ({len(readers)})", in_readers, "readers"),
-            *(part("reader", f"reader {pid}", size, f"reader {pid}", pid) for pid, size in readers),
+            part("workers", f"workers ({len(readers)})", in_readers, "workers"),
+            *(part("worker", f"worker {pid}", size, f"worker {pid}", pid) for pid, size in readers),
             part(
                 "others", "Ray's own" if of.readers or of.workers else "others", max(of.used_bytes - known, 0), "others"
             ),
@@ -288,10 +288,10 @@ class RunFiles:
         ]
         for sample in self._recent:
             seen += [(name, getattr(sample, name)) for name in ("used_bytes", "trainer_bytes", "shared_bytes")]
-            seen += [(f"reader {pid}", size) for pid, size in sample.readers.items()]
+            seen += [(f"worker {pid}", size) for pid, size in sample.readers.items()]
             in_readers, vram = sum(sample.readers.values()), sample.vram and sample.vram.reserved_bytes
             others = sample.used_bytes - sample.trainer_bytes - sample.shared_bytes - in_readers
-            seen += [("readers", in_readers), ("others", others), ("vram", vram)]
+            seen += [("workers", in_readers), ("others", others), ("vram", vram)]
         peaks: dict[str, float] = {}
         for name, size in seen:
             if is_number(size):

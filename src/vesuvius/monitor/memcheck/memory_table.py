@@ -48,19 +48,19 @@ def _parts(found: Inspection) -> Table:
             table.add_section()
         limit_bytes = limits.get(part.part)
         now = format_gib(part.now_bytes) + ("" if limit_bytes is None else f" of {format_gib(limit_bytes)}")
-        style = {"total": "bold", "reader": "dim"}.get(part.part, "")
+        style = {"total": "bold", "worker": "dim"}.get(part.part, "")
         table.add_row(Text(part.name), now, format_gib(part.peak_bytes), style=style)
     return table
 
 
 def _shown(parts: list[Part]) -> Iterator[Part]:
-    readers = [part for part in parts if part.part == "reader"]
+    readers = [part for part in parts if part.part == "worker"]
     left = readers[_SHOWN_READERS:]
     for part in parts:
         if part not in left:
-            yield from [part] if part.part != "readers" or len(readers) > 1 else []
+            yield from [part] if part.part != "workers" or len(readers) > 1 else []
         elif part is left[-1]:
-            yield Part("reader", f"{len(left)} more", None, sum(each.now_bytes for each in left), None)
+            yield Part("worker", f"{len(left)} more", None, sum(each.now_bytes for each in left), None)
 
 
 def _facts(found: Inspection) -> Iterator[tuple[str, str | Text]]:

@@ -253,7 +253,7 @@ class RayRegions(Iterator[Region]):
         self._interrupted = False
         self._hangs = False
         self._on_death = on_death
-        self._watch = ReaderWatch(log_dir, self._reader_died, on_spill, private.worker_exits, private.spilled_bytes)
+        self._watch = ReaderWatch(log_dir, self._worker_died, on_spill, private.worker_exits, private.spilled_bytes)
         self._start_segment()
 
     @property
@@ -325,7 +325,7 @@ class RayRegions(Iterator[Region]):
         for segment in segments:
             segment.close()
 
-    def _reader_died(self, text: str, fields: dict[str, Any]) -> None:
+    def _worker_died(self, text: str, fields: dict[str, Any]) -> None:
         self._failure = self._failure or self._on_death(text, fields)
         if self._failure is not None:
             self._interrupt()

@@ -65,7 +65,7 @@ _WARN_SHARE = 0.8
 _NOT_HERE = "--vram-gib"
 # Settings to lower for less host memory, by its owner.
 _REMEDIES = {
-    "readers": "training.workers",
+    "workers": "training.workers",
     "store": "data.regions_in_flight",
     "Ray": "training.workers",
     "trainer": "training.train_batch_size and raise training.accumulate_steps, or lower data.regions_in_flight",
@@ -146,7 +146,7 @@ class RunPlan:
 
     config: Config
     data: PreparedData
-    ram: Mapping[str, int]  # bytes of host memory by owner: readers, store, Ray, trainer, volumes
+    ram: Mapping[str, int]  # bytes of host memory by owner: workers, store, Ray, trainer, volumes
     limit: MemoryLimit  # of host memory
     step: MemoryPlan | None = None  # on a GPU; None = the step runs on the CPU
     vram_bytes: int = 0  # memory of that GPU
@@ -251,7 +251,7 @@ def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[in
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
     readers = ranks * sum(_reading(config, data).values())
     if need + readers > RESIDENT_SHARE * (limit.total_bytes - limit.used_bytes):
-        return 0, f"{volumes} and their readers would take more than half of the free memory"
+        return 0, f"{volumes} and their workers would take more than half of the free memory"
     return need, ""
 
 
@@ -297,7 +297,7 @@ def _reading(config: Config, data: PreparedData) -> dict[str, int]:
     idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
     ray = _RAY_BYTES + idle if config.cluster.address is None else 0  # a cluster's Ray is not part of the run
     of_reader = _READER_BYTES + READER_RING * job.block_bytes + scratch + staged
-    return {"readers": readers * of_reader, "store": store, "Ray": ray}
+    return {"workers": readers * of_reader, "store": store, "Ray": ray}
 
 
 def _trainer_bytes(config: Config, data: PreparedData, gpu: bool) -> int:

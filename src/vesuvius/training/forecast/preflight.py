@@ -146,7 +146,7 @@ def config_warnings(config: Config, data: PreparedData, world: int, cores: float
     diffusion, plan, workers, found = config.diffusion, data.plan, config.training.workers, []
     if config.cluster.address is None and workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers={workers} readers on {cores:g} cores read no faster than a few; set "
+            f"training.workers={workers} workers on {cores:g} cores read no faster than a few; set "
             f"training.workers={math.ceil(cores)}, or at most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:

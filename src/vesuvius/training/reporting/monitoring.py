@@ -120,7 +120,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
         yield opened
 
 
-def reader_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
+def worker_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
     """Write the post-mortem of a reader that was replaced."""
     session = replace(run.session, workers=stream.options.workers)  # the guard may have reduced them
     death = examine_reader(event.fields, run.progress.step, session, monitor.recent_samples(), stream.local_readers())
