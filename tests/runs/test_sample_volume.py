@@ -350,7 +350,6 @@ def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
 
 
-@pytest.mark.long
 def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
     shown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,4 +388,7 @@ def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(
         expected = np.clip(values[(z1 - z0) // 2], 0, 1) * 255
         shown_voxels = cell.picture[: 6 * 24 : 6, : 6 * 20 : 6].astype(float)
         np.testing.assert_allclose(shown_voxels, expected, atol=1.01)  # intensities round down
-    assert Image.open(picture).height > 6 * (24 + 40) + GAP
+    charts = np.asarray(Image.open(picture))[-200:]
+    assert Image.open(picture).height > 6 * 24 + GAP + len(charts)
+    for color in ((0x6E, 0xC6, 0xFF), (0xFF, 0xA6, 0x2B)):  # of real and generated
+        assert (np.abs(charts.astype(int) - color).max(-1) < 8).sum() > 100

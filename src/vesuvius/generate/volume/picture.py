@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.common import OnProgress
@@ -14,12 +17,14 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
-from vesuvius.training.validation.pictures import MontageCell, Scale, UInt8, draw_grid, joined_slices
+from vesuvius.training.validation.pictures import MontageCell, Scale, UInt8, draw_grid, joined_slices, with_charts
+from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.partial import partial_path
-from vesuvius.volumes.box import Box, box_along, shape_of
+from vesuvius.volumes.box import Box, box_along, box_at, shape_of, slices, triple
 from vesuvius.volumes.volume import open_volume
 
 _LONGEST = 512  # pixels along an axis; of larger volumes a coarser level is shown
+_CHARTS_PX = 220
 _WIDTH_PX = 256  # small volumes are magnified to about this
 
 
@@ -33,6 +38,8 @@ def check_picture(request: VolumeRequest, picture: Path) -> None:
 
 def draw_volume_picture(request: VolumeRequest, picture: Path, real: ArrayConfig | None = None) -> None:
     """Write a PNG with the middle slices of a finished volume, of its labels, and of the `real` voxels of its box.
+
+    With `real`, it also has histograms and power spectra of both, which are read whole.
 
     Raises DataError, StorageError.
     """
@@ -50,9 +57,16 @@ def draw_volume_picture(request: VolumeRequest, picture: Path, real: ArrayConfig
         cells.append(MontageCell("labels", _middle_slices(labels, None, None, store)[0]))
     cells.append(MontageCell("generated from the labels" if cells else "generated", shown))
     title = f"{request.out.name}: middle slices, after {info.step} steps of training"
-    grid = draw_grid(cells, title, scale, len(cells))
+    drawn = draw_grid(cells, title, scale, len(cells))
+    if real is not None:
+        textures = {}
+        for cell, spec, part in ((cells[0], real, box), (cells[-1], ArrayConfig(path=str(request.out)), None)):
+            with open_volume(spec, store) as volume:
+                voxels = to_model_values(volume.read(part) if part else volume[:], intensity)
+            textures[cell.caption] = measure_texture(_patches_of(voxels, info.config.data.patch_size))
+        drawn = with_charts(drawn, textures, intensity, _CHARTS_PX)
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
-        grid.save(picture)
+        drawn.save(picture)
 
 
 def _middle_slices(
@@ -76,6 +90,14 @@ def _middle_slices(
     scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
     across_z, across_y, across_x = (to_model_values(face, intensity) for face in faces)
     return joined_slices(across_z, across_y, across_x, scale), scale
+
+
+def _patches_of(voxels: NDArray[np.float32], patch_zyx: Triple) -> list[NDArray[np.float32]]:
+    """The patches of a volume that lie next to each other, partial ones left out."""
+    grid = (size // patch for size, patch in zip(voxels.shape, patch_zyx, strict=True))
+    return [
+        voxels[slices(box_at(triple(np.multiply(index, patch_zyx).tolist()), patch_zyx))] for index in np.ndindex(*grid)
+    ]
 
 
 def held_out_box(info: CheckpointInfo, most_zyx: Triple) -> Box:
