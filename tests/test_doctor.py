@@ -57,9 +57,7 @@ def test_an_exception_in_a_check_is_a_failure_with_its_cause(error: BaseExceptio
     assert list(examine(checks, 10)) == [("broken", finding), ("other", FINE)]
 
 
-def test_a_hung_check_is_a_failure_and_on_a_busy_machine_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hung_check_is_a_failure_and_on_a_busy_machine_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
 
     def waits() -> Finding:
@@ -109,8 +107,9 @@ def test_a_ray_that_does_not_start_is_killed_with_its_children(monkeypatch: pyte
     pid = tmp_path / "pid"
     hangs = f"import subprocess, sys; p = subprocess.Popen(['sleep', '600']); open({str(pid)!r}, 'w').write(str(p.pid))"
     monkeypatch.setattr(doctor, "_RAY", f"{hangs}; p.wait()")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     found = doctor.start_ray(None, 2.0)
-    assert (found.level, "did not start within 2 s" in found.value) == ("fail", True)
+    assert (found.level, "did not start in 2 s" in found.value) == ("fail", True)
     give_up = time.monotonic() + 60
     child = int(pid.read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:  # it is being killed

@@ -90,12 +90,15 @@ def examine(checks: Sequence[Check], within_s: float) -> Iterator[tuple[str, Fin
         try:
             yield check.name, pending.result(max(until - time.monotonic(), 0.0))
         except TimeoutError:
-            late, load, cores = f"no result within {within_s:.0f} s", os.getloadavg()[0], os.cpu_count() or 1
-            finding = Finding(check.late, late, check.if_late)
-            if load > cores + 1:  # this program is one of them
-                late += f", load {load:.1f} on {cores} cores"
-                finding = Finding("warn", late, "try again when the cores are idle")
-            yield check.name, finding
+            yield check.name, _late(check.late, f"no result within {within_s:.0f} s", check.if_late)
+
+
+def _late(level: Level, value: str, remedy: str) -> Finding:
+    """Return the finding of a check without an answer: only a warning on an overloaded machine."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores + 1:  # this program is one of them
+        return Finding("warn", f"{value}, load {load:.1f} on {cores} cores", "try again when the cores are idle")
+    return Finding(level, value, remedy)
 
 
 def _run(check: Check) -> Finding:
@@ -245,8 +248,7 @@ def start_ray(address: str | None, within_s: float) -> Finding:
                 with suppress(psutil.Error):
                     each.kill()
             process.kill()
-            value = f"{where} did not start within {within_s:.0f} s, load {os.getloadavg()[0]:.1f}"
-            return Finding("fail", value, "try again on an idle machine; training.workers=0 runs without Ray")
+            return _late("fail", f"{where} did not start in {within_s:.0f} s", "training.workers=0 runs without Ray")
         output.seek(0)
         lines = output.read().decode("utf-8", "replace").strip().splitlines() or [f"exit code {code}"]
     if code != 0:

@@ -72,7 +72,7 @@ def test_cleared_chunks_are_read_again_by_the_next_resume(
     capsys.readouterr()
     assert quarantine(["tiny"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed[0] == f"run tiny: {len(kept)} box{'es' * (len(kept) > 1)} in quarantine"
+    assert listed[0] == f"run tiny: {len(kept)} damaged region{'s' * (len(kept) > 1)} in quarantine"
     assert len(listed) == 1 + len(kept)
     assert all(str(volume) in line and "chunk [1, 1, 1]: " in line for line in listed[1:])
     assert quarantine(["tiny", "--json"]) == 0
@@ -88,7 +88,7 @@ def test_cleared_chunks_are_read_again_by_the_next_resume(
     (tmp_path / "whole").rename(volume / "1/1/1")
     assert quarantine(["tiny", "--clear"]) == 0
     assert quarantine(["tiny"]) == 0
-    assert "run tiny: 0 boxes in quarantine" in capsys.readouterr().out
+    assert "run tiny: 0 damaged regions in quarantine" in capsys.readouterr().out
     assert run(18, "--resume") == []
 
 

@@ -94,7 +94,7 @@ USAGES = [
         for shape in ("256,512", "64,64,15", "a,b,c", "")
     ),
     (["copy", "v.zarr", "c.zarr", "--size", "8,16"], "'8,16' is not three integers z,y,x of at least 1"),
-    (["info", "v.zarr", "--places", "many"], "an integer of at least 0"),
+    (["info", "v.zarr", "--boxes", "many"], "an integer of at least 0"),
     (["info", "v.zarr", "--select", "0,x"], "'x' is not an integer of at least 0"),
     (["copy", "v.zarr"], "OUT.zarr"),
     (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "is not three integers z,y,x of at least 0"),
@@ -154,7 +154,7 @@ def test_info_describes_a_volume(tmp_path, capsys):
 def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     with ChunkServer(tmp_path) as server:
-        assert volume.main(["info", f"{server.url}/v.zarr", "--json", "--places", "0"]) == 0
+        assert volume.main(["info", f"{server.url}/v.zarr", "--json", "--boxes", "0"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["occupancy"]["present"] is None
     assert facts["occupancy"]["unknown"] == "web servers cannot be listed"

@@ -210,8 +210,8 @@ def test_a_computing_device_is_compute_bound_without_an_override() -> None:
     found = diagnose(window(data_s=1.2), GPU)
     assert (found.kind, found.cause, found.overrides) == ("compute-bound", None, ())
     assert found.line(100, 128000) == (
-        "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 % backward "
-        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s over 50 steps; the GPU is "
+        "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 %, backward "
+        "60 %, optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s over 50 steps; the GPU is "
         "the bottleneck: no data-path setting will help"
     )
 

@@ -320,7 +320,7 @@ def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
     assert [(s.label, s.mid.tolist()) for s in bins.series] == [
         ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
     ]  # fmt: skip
-    assert report.facts["best validation error"] == "0.600 of a linear filter's (step 2)"
+    assert report.facts["best validation error"] == "0.600 of the Wiener filter's (step 2)"
 
 
 def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:

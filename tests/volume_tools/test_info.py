@@ -88,7 +88,7 @@ def test_the_occupancy_on_a_web_server_is_unknown_not_0(tmp_path: Path) -> None:
         assert occupancy.present is None
         assert occupancy.unknown == "web servers cannot be listed"
         assert intensity is not None
-        assert (intensity.tried, intensity.found, intensity.places) == (27, 24, 24), (
+        assert (intensity.chunks_tried, intensity.chunks_found, intensity.boxes) == (27, 24, 24), (
             "all chunks were asked for, once each"
         )
         np.savez(path / "0" / ".chunk_occupancy.npz", occupancy=stored, signature=np.array(""))
@@ -121,7 +121,7 @@ def test_intensities_exclude_air(tmp_path: Path, dtype: str) -> None:
     intensity = look(path, num_boxes=27).intensity  # each chunk once: the whole volume
     assert intensity is not None
     material = voxels[voxels != 0].astype(np.float64)
-    assert (intensity.places, intensity.voxels) == (27, voxels.size)
+    assert (intensity.boxes, intensity.voxels) == (27, voxels.size)
     assert (intensity.minimum, intensity.maximum) == (material.min(), material.max())
     # Sums of 10^5 float64 in another order.
     np.testing.assert_allclose([intensity.mean, intensity.std], [material.mean(), material.std()], rtol=1e-10)
@@ -137,9 +137,9 @@ def test_intensities_come_from_stored_chunks_and_are_reproducible(tmp_path: Path
         listed, asked = look(path), look(f"{server.url}/v.zarr")
     assert listed.occupancy.present == 1
     assert listed.intensity is not None
-    assert (listed.intensity.places, listed.intensity.air_share) == (1, 0)
+    assert (listed.intensity.boxes, listed.intensity.air_share) == (1, 0)
     assert asked.intensity is not None
-    assert (asked.intensity.tried, asked.intensity.found) == (216, 1)
+    assert (asked.intensity.chunks_tried, asked.intensity.chunks_found) == (216, 1)
     assert asked.intensity.percentiles == listed.intensity.percentiles, (
         "a chunk is the place, whichever way it was found"
     )
@@ -150,7 +150,7 @@ def test_air_has_no_intensities(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16, **STORED_AIR)
     intensity = look(path).intensity
     assert intensity is not None
-    assert (intensity.places, intensity.mean, intensity.percentiles, intensity.air_share) == (8, None, None, 1.0)
+    assert (intensity.boxes, intensity.mean, intensity.percentiles, intensity.air_share) == (8, None, None, 1.0)
     assert look(path, num_boxes=0).intensity is None
 
 
@@ -159,7 +159,7 @@ def test_unreadable_boxes_are_counted_and_the_others_used(tmp_path: Path) -> Non
     (path / "1" / "1" / "1").write_bytes(b"damaged")
     intensity = look(path, num_boxes=27).intensity
     assert intensity is not None
-    assert (intensity.places, intensity.unreadable) == (26, 1)
+    assert (intensity.boxes, intensity.unreadable) == (26, 1)
 
 
 def test_a_damaged_shard_index_is_reported_and_other_shards_are_sampled(
@@ -174,7 +174,7 @@ def test_a_damaged_shard_index_is_reported_and_other_shards_are_sampled(
     assert "the index of a shard does not match its checksum in 0/c/0/1/0" in str(facts.occupancy.unknown)
     for found in (facts, look(server.url_of(path), num_boxes=64)):
         assert found.intensity is not None
-        assert (found.intensity.tried, found.intensity.found, found.intensity.places) == (64, 56, 56)
+        assert (found.intensity.chunks_tried, found.intensity.chunks_found, found.intensity.boxes) == (64, 56, 56)
     assert "chunk [0, 2, 0]" in caplog.text
     assert "0/c/0/1/0; restore the shard" in caplog.text
     assert "network" not in caplog.text + str(facts)

@@ -180,7 +180,7 @@ def fit_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
 
 
 def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
-    """Finest level, starting at the chosen one, of which a patch covers 0.3 mm; otherwise the level covering most.
+    """Finest level, starting at the chosen one, of which a patch covers 300 µm; otherwise the level covering most.
 
     Smaller patches do not span a sheet, and samples look like fog.
     """
@@ -203,8 +203,8 @@ def _width_words(volume: VolumeFacts, patch: Triple) -> str:
     width = _width_um(volume.chosen, patch)
     if width is None:
         return "voxel size unknown: if samples show too little, choose a coarser --level"
-    few = f", less than the {LEAST_WIDTH_UM / 1000:g} mm needed to show a sheet" if width < LEAST_WIDTH_UM else ""
-    return f"{width / 1000:.2g} mm wide{few}"
+    few = f", less than the {LEAST_WIDTH_UM:g} µm needed to show a sheet of a scroll" if width < LEAST_WIDTH_UM else ""
+    return f"{width:.4g} µm wide{few}"
 
 
 def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:
@@ -282,11 +282,11 @@ def _stored(volume: VolumeFacts) -> tuple[float, str]:
     present, total, intensity = volume.occupancy.present, max(volume.occupancy.total, 1), volume.intensity
     if present is not None:
         return present / total, f", {format_percent(present * 1000 // total / 1000)} of the chunks are stored"
-    if intensity is None or not intensity.tried or intensity.found is None:
+    if intensity is None or not intensity.chunks_tried or intensity.chunks_found is None:
         return 1.0, ""
     return (
-        intensity.found / intensity.tried,
-        f", {intensity.found} of {intensity.tried} randomly chosen chunks are stored",
+        intensity.chunks_found / intensity.chunks_tried,
+        f", {intensity.chunks_found} of {intensity.chunks_tried} randomly chosen chunks are stored",
     )
 
 

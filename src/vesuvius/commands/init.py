@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     )
     address = "zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
     parser.add_argument("volume", metavar="VOLUME", help=address)
-    level = "level of a pyramid, 0 = finest (default: the finest whose patches span 0.3 mm on this machine)"
+    level = "level of a pyramid, 0 = finest (default: the finest whose patches span 300 µm on this machine)"
     parser.add_argument("--level", type=natural, help=level)
     select = "index for each axis other than z, y, x"
     parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)

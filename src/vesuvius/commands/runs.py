@@ -72,7 +72,7 @@ def quarantine(argv: list[str]) -> int:
 
     path = run / "quarantine.jsonl"
     records = read_quarantine(path)
-    count = format_count(len(records), "box")
+    count = format_count(len(records), "damaged region")
     if args.json:
         say(json.dumps(records, indent=2))
     elif args.clear:

@@ -150,7 +150,7 @@ class _Diagnosis:
             kernels = f"kernels ran only {_percent(w.gpu_busy)}: launching them is the bottleneck"
             return self._host_bound(f"the GPU had work {_percent(computes)} of the time, but {kernels}")
         spent = {"forward": w.forward_s, "backward": w.backward_s, "optimizer": w.optimizer_s}
-        parts = " ".join(f"{name} {_percent(part / (w.gpu_s or 1.0), 0)}" for name, part in spent.items())
+        parts = ", ".join(f"{name} {_percent(part / (w.gpu_s or 1.0), 0)}" for name, part in spent.items())
         good = f"good: above {_percent(_COMPUTES_GOOD, 0)}; {parts}"
         evidence = f"computed {_percent(computes)} of the time ({good}), waited for data {_percent(waits)}"
         if not k.on_gpu:
@@ -158,7 +158,7 @@ class _Diagnosis:
             left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
             if w.others_cores >= _OTHERS_CROWD * w.cores and k.threads is not None and k.threads > left:
                 evidence += f", the trainer's {k.threads} threads wait for each other"
-                advice = f"try OMP_NUM_THREADS={left} in the environment of a --resume"
+                advice = f"try OMP_NUM_THREADS={left} in the environment of the trainer"
             return self._found("compute-bound", evidence, advice)
         advice = "the GPU is the bottleneck: no data-path setting will help"
         if w.vram_share is not None and w.vram_share < _VRAM_PLENTY:

@@ -47,7 +47,7 @@ def _learning(records: RunRecords) -> Iterator[Chart]:
     x = [figure(record.get("step")) for record in validations]
     error = [banded("EMA weights", x, [figure(record.get("relative_error")) for record in validations])]
     title = "Validation error, relative to the stationary Wiener filter"
-    yield from chart("relative_error", title, "", error, limits=(("linear filter", 1.0),))
+    yield from chart("relative_error", title, "", error, limits=(("Wiener filter", 1.0),))
     bins = _bins(validations, x)
     yield from chart("bins", "Validation error by noise level (t)", "", bins, log=wants_log(bins))
 

@@ -157,7 +157,7 @@ def _svg(chart: Chart) -> Markup:
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "vesuvius", "path.simplify": False, "font.size": 10.0}
     with rc_context(style | {"font.sans-serif": ["DejaVu Sans"]}):
         canvas = Canvas(figsize=(5.0, 2.5))
-        axes = canvas.add_axes((0.115, 0.15, 0.865, 0.79))
+        axes = canvas.add_axes((0.115, 0.17, 0.865, 0.77))
         bottom, top = y_range(chart)
         axes.set(ylim=(bottom, top), yscale="log" if chart.log else "linear")
         _lines(axes, chart, top)

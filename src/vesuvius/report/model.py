@@ -26,7 +26,7 @@ _OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
 _BEST = "best validation error"
 _HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BEST, "peak RAM", "peak VRAM")
 _LAST_STEPS = 100
-_UNTESTED = "Runs at different times differ for many reasons: `vesuvius bench` tests which setting is faster."
+_UNTESTED = "Runs at different times differ for many reasons: vesuvius bench tests which setting is faster."
 _MOST_EVENTS = 200
 _ENDED_ITSELF = ("guard", "gpu")  # causes of deaths
 _NO_EVENTS = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "trial")
@@ -258,7 +258,7 @@ def commit_text(environment: Mapping[str, Any]) -> str:
 def _best(validations: Sequence[Record]) -> str:
     known = [(error, r.get("step")) for r in validations if np.isfinite(error := figure(r.get("relative_error")))]
     error, step = min(known, key=lambda each: each[0], default=(np.nan, None))
-    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} of a linear filter's (step {step})"
+    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} of the Wiener filter's (step {step})"
 
 
 def _steps(steps: Mapping[str, Column]) -> str:

@@ -65,10 +65,10 @@ class Occupancy:
 class IntensityStats:
     """Intensities of a sample of stored boxes; None if all voxels are air."""
 
-    places: int  # boxes read (a key of `vesuvius volume info --json`)
+    boxes: int  # that were read
     unreadable: int  # boxes that could not be read
-    tried: int | None  # random chunks that were checked; None with a listing or sidecar
-    found: int | None  # those of them that are stored
+    chunks_tried: int | None  # random chunks that were checked; None with a listing or sidecar
+    chunks_found: int | None  # those of them that are stored
     voxels: int  # voxels read
     air_share: float | None  # share of air, NaN and infinity; the statistics below exclude them
     minimum: float | None = None

@@ -47,7 +47,7 @@ def add_info(commands: Commands) -> None:
         help=f"size of a box in voxels (default: {size})",
     )
     info.add_argument(
-        "--places", type=natural, default=16, help="number of boxes to sample intensities from (default: 16)"
+        "--boxes", type=natural, default=16, help="number of boxes to sample intensities from (default: 16)"
     )
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
@@ -69,7 +69,7 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         with redirect_stdout(sys.stderr):  # only the result goes to stdout
             found_facts = describe_volume(
-                source_of(arguments), listing=arguments.list, num_boxes=arguments.places, box_zyx=arguments.patch
+                source_of(arguments), listing=arguments.list, num_boxes=arguments.boxes, box_zyx=arguments.patch
             )
         facts = asdict(found_facts)
         if not arguments.json:

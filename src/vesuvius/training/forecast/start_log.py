@@ -113,7 +113,7 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         spread = "constant in all patches measured: nothing to learn"
     return [
         *lines,
-        f"order      {plan.regions_in_flight} regions in flight ({memory}) of {plan.patches_per_region} patches",
+        f"order      {plan.regions_in_flight} regions in flight ({memory}), {plan.patches_per_region} patches each",
         *_resident_lines(config, checked),
         f"noise      {config.diffusion.noise}, sigma {sigmas}; data: mean {spectrum.mean:.3g}, {spread}",
     ]
