@@ -1,4 +1,4 @@
-"""Cells of a bench (a few overrides of one config each), their results, and the page.  Pure."""
+"""Trials of a bench (a few overrides of one config each), their results, and the page.  Pure."""
 
 from __future__ import annotations
 
