@@ -154,6 +154,16 @@ def test_air_has_no_intensities(tmp_path: Path) -> None:
     assert look(path, num_boxes=0).intensity is None
 
 
+@pytest.mark.parametrize("stored", [7, 0])
+def test_a_volume_without_a_chunk_under_its_keys_is_not_described(tmp_path: Path, stored: int) -> None:
+    """`init` would write a config for it."""
+    encoding = {"name": "v2", "separator": "/"}
+    path = write_array(tmp_path / "v.zarr", np.full((32, 32, 32), stored, np.uint8), 16, chunk_key_encoding=encoding)
+    (path / ".zarray").write_text((path / ".zarray").read_text().replace('"/"', '"."'))
+    with pytest.raises(DataError, match="under another key encoding" if stored else "No chunk of .* is stored"):
+        look(path)
+
+
 def test_unreadable_boxes_are_counted_and_the_others_used(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
     (path / "1" / "1" / "1").write_bytes(b"damaged")

@@ -224,7 +224,7 @@ def intensity_stats(volume: Volume, stored: Bools | None, num_boxes: int, box_zy
     """Read `num_boxes` boxes of about `box_zyx` and compute statistics of their voxels.
 
     `stored` says which chunks (or shards) are stored; None = unknown: random chunks are checked.  Raises DataError: the
-    store does not tell whether a chunk exists.
+    store does not tell whether a chunk exists, or no chunk is stored under its key.
     """
     chunks, tried = _sample_chunks(volume, stored, num_boxes)
     rng = np.random.default_rng((0, 1))
@@ -283,6 +283,8 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
             log.warning("skipping chunk %s of %s: %s; restore the shard", list(chunk), volume.name, error)
         if len(found) == count:
             break
+    if not found and volume.source.absent([grid.object_key((0, 0, 0))]):
+        volume.missing.check_keys((0, 0, 0))
     return found, tried
 
 

@@ -171,6 +171,10 @@ class UNet(nn.Module):
 
     def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
         super().__init__()
+        if torch.__version__.startswith("2.9."):  # slow, needs far more memory, and was once silently wrong
+            raise ConfigError(
+                f"torch {torch.__version__} is not supported: its Conv3d is broken; install 2.10 or newer"
+            )
         self.config, self.in_channels, self.execution = config, in_channels, execution
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
