@@ -34,11 +34,12 @@ from tests.support.recorded_runs import (
     write_run,
 )  # fmt: skip
 from vesuvius.commands import runs as command
-from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError
+from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError, VesuviusError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
 from vesuvius.report.curves import COLORS, Chart, banded, draw, thinned
 from vesuvius.report.model import build, comparison, page_of, write_report
+from vesuvius.report.model import read_report as reported
 from vesuvius.report.page import NOT_KNOWN, RunReport, Table
 from vesuvius.report.records import read_run
 
@@ -72,10 +73,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] != "style":
             self.text += data
-
-
-def reported(run: Path) -> RunReport:
-    return build(read_run(run))
 
 
 def shown(*reports: RunReport) -> Page:
@@ -231,6 +228,16 @@ def test_memory_of_a_report_hardly_grows_with_ranks_and_samples(
     (ram,) = [chart.series[0] for chart in report.charts if chart.key == "ram"]
     assert (ram.high.max(), ram.last) == (pytest.approx(7.7), 2.0), "a spike of one sample stays"
     assert ram.mid.mean() == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"kind": "ranks", "step": 1, "times": [1]}, {"kind": "run_start", "step": None}, system(1) | {"gpus": [1]}],
+)
+def test_a_wrong_value_of_a_record_is_an_error_in_one_line(tmp_path: Path, record: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1), {"time": BEGAN + 9} | record])
+    with pytest.raises(VesuviusError, match=rf"^cannot read the records of {run}: a line of .* remove that line$"):
+        reported(run)
 
 
 def test_a_report_replaces_reports_but_no_other_page(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_page_that_cannot_be_built_is_an_error_500_of_one_line(
 ) -> None:
     with served(write_run(tmp_path / "tiny", [run_start(), step(1)])) as url:
         with monkeypatch.context() as broken:
-            broken.setattr("vesuvius.report.serve.read_run", lambda run: int("two\nlines"))
+            broken.setattr("vesuvius.report.serve.read_report", lambda run: int("two\nlines"))
             with pytest.raises(urllib.error.HTTPError, match="500") as raised:
                 get(url)
         assert "ValueError: invalid literal for int()" in raised.value.read().decode()

@@ -18,7 +18,7 @@ from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import NOT_KNOWN, PARTS_NOTE, Bar, Bars, RunReport, Table, filled
 from vesuvius.report.records import GONE, Column, RunRecords, figure, read_run
-from vesuvius.runlog.records import Record
+from vesuvius.runlog.records import Record, naming_wrong_values
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
 
@@ -40,8 +40,14 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
     folder = out or page.new_folder(runs[0] / page.FOLDER)
     if (there := folder / "report.html").is_file() and b"<footer>Made " not in there.read_bytes():
         raise ConfigError(f"{there} was not written by vesuvius and would be replaced; choose another --out")
-    page.write_page(folder, "report", page_of([build(read_run(run)) for run in runs], command))
+    page.write_page(folder, "report", page_of([*map(read_report, runs)], command))
     return folder
+
+
+def read_report(run: Path) -> RunReport:
+    """Raises VesuviusError: a record has a value of the wrong type."""
+    with naming_wrong_values(run):
+        return build(read_run(run))
 
 
 def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.report.model import build, page_of
-from vesuvius.report.records import GONE, read_run
+from vesuvius.report.model import page_of, read_report
+from vesuvius.report.records import GONE
 from vesuvius.runlog.redact import redact
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class LivePage:
     def get(self) -> bytes:
         with self._lock:
             if (began := time.monotonic()) >= self._fresh_until:
-                reports = [build(read_run(run)) for run in self._runs]
+                reports = [*map(read_report, self._runs)]
                 is_over = all(each.facts["state"].startswith(_OVER) for each in reports)
                 self._page = page_of(reports, self._command, 0 if is_over else _REFRESH_S).encode()
                 now = time.monotonic()

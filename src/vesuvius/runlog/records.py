@@ -9,13 +9,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from vesuvius.errors import VesuviusError
 from vesuvius.runlog.files import AppendFile
 
 Record = dict[str, Any]
@@ -55,6 +56,20 @@ def iter_records(path: Path) -> Iterator[Record]:
     """Iterate over the records of a file in order; torn lines are skipped."""
     with path.open("rb") as lines:
         yield from (record for line in lines if (record := parse_record(line)) is not None)
+
+
+@contextmanager
+def naming_wrong_values(directory: Path) -> Iterator[None]:
+    """Raise a VesuviusError for what a record with a value of the wrong type causes in the context."""
+    try:
+        yield
+    except VesuviusError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise VesuviusError(
+            f"cannot read the records of {directory}: a line of its .jsonl files has a wrong value "
+            f"({type(error).__name__}: {error}); remove that line"
+        ) from error
 
 
 def read_records(path: Path) -> list[Record]:

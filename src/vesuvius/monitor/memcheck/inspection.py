@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, VesuviusError
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.memory.risk import Level, RiskWatch
 from vesuvius.monitor.post_mortem import Death, KillCounts, death_line, deaths_of, is_of_session
@@ -23,7 +23,7 @@ from vesuvius.monitor.probes.processes import ProcessUse, read_process
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, sample_system
 from vesuvius.monitor.samples import MemorySample, read_recent, spreads
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, Tail, is_number
+from vesuvius.runlog.records import Record, Tail, is_number, naming_wrong_values
 from vesuvius.runlog.units import format_count, format_duration, format_time, quantile
 
 State = Literal["running", "hung", "ended", "died", "elsewhere", "unknown"]
@@ -146,16 +146,11 @@ def inspect_run(directory: Path) -> Inspection:
 
     Raises VesuviusError: a record has a value of the wrong type.
     """
-    try:
+    with naming_wrong_values(directory):
         run = RunFiles(directory)
         if (trainer := run.trainer()) is None:
             run = RunFiles(directory)  # it may have ended since the files were read
         return run.inspection(trainer, deaths_of(directory), time.time())
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise VesuviusError(
-            f"cannot read the records of {directory}: a line of its .jsonl files has a wrong value "
-            f"({type(error).__name__}: {error}); remove that line"
-        ) from error
 
 
 class RunFiles:
