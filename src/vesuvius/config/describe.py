@@ -116,6 +116,12 @@ def _dumped(value: object, default_flow_style: bool) -> str:
     return dumped
 
 
+_REPLACED = {
+    "training.autotune": "; `vesuvius tune --config FILE` finds the settings before a run",
+    "data.regions_per_task": "; it follows from data.stream_gib and the chunks",
+}
+
+
 def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
     """Return path and message of a pydantic error; None if another error covers it.  Pure."""
     path, value = error["loc"], error["input"]
@@ -125,7 +131,7 @@ def explain(error: ErrorDetails) -> tuple[KeyPath, str] | None:
         case "missing":
             path = path[:-1]
         case "extra_forbidden":
-            return path, f"unknown key{_suggest(path)}"
+            return path, f"unknown key{_REPLACED.get(dotted(path)) or _suggest(path)}"
         case "value_error":
             return path, str(error["ctx"]["error"])
         case "too_short" if len(value) >= error["ctx"]["min_length"]:

@@ -102,6 +102,7 @@ class TrainingConfig(Section):
         description="torch.compile the network's blocks: slow first step, faster steps after it; auto = on a GPU, "
         "unless deterministic",
     )
+    cudnn_benchmark: bool = Field(True, description="let cuDNN choose its kernels by timing them once")
     deterministic: bool = Field(False, description="bit-reproducible kernels: exact resume on a GPU too; slower")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon = orthogonalized momentum for kernels (less memory), AdamW for the rest"

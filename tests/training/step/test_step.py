@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from vesuvius.training.checkpoint.start import check_initial_weights, restore
 from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.optimizer import GradientSync, make_optimizer
-from vesuvius.training.step.setup import build_network, execution, is_compiled, uses_channels_last
+from vesuvius.training.step.setup import build_network, configure_kernels, execution, is_compiled, uses_channels_last
 from vesuvius.training.step.step import PendingOutcome, StepOutcome, TrainStep, learning_rate
 
 CPU = torch.device("cpu")
@@ -378,6 +379,18 @@ def test_scratch_gradients_are_not_compiled() -> None:
         assert all(weight.grad is not None for weight in network.parameters())
     step.accumulate(x_0, np.arange(2), t)
     assert regions.failure
+
+
+@pytest.mark.parametrize(("asked", "deterministic"), itertools.product([True, False], repeat=2))
+def test_cudnn_times_its_kernels_if_asked_and_unless_deterministic(
+    asked: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda wanted: None)
+    with torch.backends.cudnn.flags():
+        configure_kernels(
+            torch.device("cuda"), make_config(cudnn_benchmark=asked, deterministic=deterministic).training
+        )
+        assert torch.backends.cudnn.benchmark == (asked and not deterministic)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def configure_kernels(device: torch.device, config: TrainingConfig) -> None:
     """Set which GPU kernels torch may choose.  Call it before anything runs on the device."""
     if device.type != "cuda":
         return
-    torch.backends.cudnn.benchmark = not config.deterministic
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
         torch.use_deterministic_algorithms(True)
