@@ -147,6 +147,7 @@ def test_the_finest_level_whose_patch_shows_enough_of_a_sheet_is_chosen(um: floa
     level = choose_level(volume(levels=6, um=um), wanted)
     assert wanted[1] * um * 2**level >= LEAST_WIDTH_UM
     assert level == 0 or wanted[1] * um * 2 ** (level - 1) < LEAST_WIDTH_UM
+    assert choose_level(volume(levels=6, um=0.01), wanted) == 0, "electron microscopy"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ _RUN_S = 0.9 * 1800  # half an hour minus validations, previews and checkpoints
 _PATCHES: tuple[Triple, ...] = (
     _FULL, (48, 96, 96), (32, 64, 64), (16, 48, 48), (16, 32, 32), (8, 32, 32), (8, 16, 16), (8, 8, 8),
 )  # fmt: skip
-LEAST_WIDTH_UM = 300.0  # width of a patch: one or two scroll sheets and their gap
+LEAST_WIDTH_UM, _MICROSCOPE_UM = 300.0, 10.0  # width of a patch: one or two scroll sheets and their gap; of no scroll
 _LEAST_YX = 8
 _SPARSE = 0.95  # stored share below which patches are drawn from stored chunks
 _COARSE_VOXELS = 32_000_000  # largest level used as a foreground mask
@@ -182,14 +182,14 @@ def fit_patch(shape: Triple, wanted: Triple) -> tuple[Triple, bool]:
 def choose_level(volume: VolumeFacts, wanted: Triple) -> int:
     """Finest level, starting at the chosen one, of which a patch covers 300 µm; otherwise the level covering most.
 
-    Smaller patches do not span a sheet, and samples look like fog.
+    Smaller patches do not span a sheet, and samples look like fog.  Volumes of a microscope are no scrolls: the finest.
     """
     widths: dict[int, float] = {}
     for level in (each for each in volume.levels if each.level >= volume.chosen.level):
         with suppress(ConfigError):  # too small for any patch
             width = _width_um(level, fit_patch(shape_zyx(volume, level), wanted)[0])
             widths |= {} if width is None else {level.level: width}
-    enough = (level for level, width in widths.items() if width >= LEAST_WIDTH_UM)
+    enough = (level for level, width in widths.items() if not _MICROSCOPE_UM < width < LEAST_WIDTH_UM)
     return next(enough, max(widths, key=lambda level: widths[level], default=volume.chosen.level))
 
 
@@ -203,8 +203,8 @@ def _width_words(volume: VolumeFacts, patch: Triple) -> str:
     width = _width_um(volume.chosen, patch)
     if width is None:
         return "voxel size unknown: if samples show too little, choose a coarser --level"
-    few = f", less than the {LEAST_WIDTH_UM:g} µm needed to show a sheet of a scroll" if width < LEAST_WIDTH_UM else ""
-    return f"{width:.4g} µm wide{few}"
+    few = f", less than the {LEAST_WIDTH_UM:g} µm needed to show a sheet of a scroll"
+    return f"{width:.4g} µm wide{few if _MICROSCOPE_UM < width < LEAST_WIDTH_UM else ''}"
 
 
 def shape_zyx(volume: VolumeFacts, level: LevelFacts | None = None) -> Triple:

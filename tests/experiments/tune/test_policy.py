@@ -114,7 +114,7 @@ def test_switches_are_tried_only_if_allowed() -> None:
     assert {setting.channels_last for setting in settings_of(tune(by_itself, 0))} == {"auto"}, "it is on"
     short = tune(machine, 0, machine.space(budget_s=800.0))
     assert not any(setting.compile for setting in settings_of(short))
-    assert ("steps", "compile not tried: it would take 15% of the budget or more") in short.notes
+    assert ("steps", "compile not tried: it would take 15 % of the budget or more") in short.notes
     eager = Machine("eager", sample_s=0.4)
     for kept in ((), ("compile",)):
         found = tune(eager, 0, replace(eager.space(), kept=kept))

@@ -203,6 +203,6 @@ def test_the_reason_at_low_risk_has_no_word_of_a_kill(name: str):
 def test_a_warning_gives_used_limit_growth_time_and_process():
     reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
     assert reason == (
-        "close to running out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
+        "close to running out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88 %); kills at 7.60 GiB, "
         "growing 50 MB/s: full in 12 s (12 s to 12 s), fastest process 1 (50 MB/s)"
     )

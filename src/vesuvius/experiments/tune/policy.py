@@ -176,7 +176,7 @@ def _raise_steps(search: Search) -> Asks[bool]:
         on: dict[str, Any] = {knob: value}
         setting = replace(search.best, **on)
         if knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * space.budget_s:
-            search.note("steps", f"compile not tried: it would take {_COMPILE_SHARE:.0%} of the budget or more")
+            search.note("steps", f"compile not tried: it would take {100 * _COMPILE_SHARE:.0f} % of the budget or more")
         elif setting != search.best and knob not in space.kept:
             yield from _try(search, setting, why)
     return search.best.of_trainer != before.of_trainer

@@ -71,7 +71,7 @@ def build_options(recommendation: Recommendation, search: Search, steps: int) ->
     fast = next(faster, best)
     how = "measured, not confirmed" if rates.of("run", fast) else "predicted"
     chosen = {
-        "A conservative": (smallest, f"least memory at >= {SLOWEST:.0%} of B's speed: {in_words(smallest, best)}"),
+        "A conservative": (smallest, f"least memory, >= {100 * SLOWEST:g} % of B's speed: {in_words(smallest, best)}"),
         "B balanced": (best, "the unchanged config" if best == source else "recommended"),
         "C aggressive": (fast, f"faster ({how}): {in_words(fast, best)}"),
     }

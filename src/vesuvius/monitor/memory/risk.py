@@ -301,4 +301,4 @@ def _reason(risk: Risk, policy: MemoryPolicy) -> str:
 
 
 def _in_use(limit: MemoryLimit) -> str:
-    return f"{format_gib(limit.used_bytes)} of {format_gib(limit.total_bytes)} GiB in use ({limit.share:.0%})"
+    return f"{format_gib(limit.used_bytes)} of {format_gib(limit.total_bytes)} GiB in use ({100 * limit.share:.0f} %)"

@@ -194,7 +194,7 @@ class RunPlan:
             }
             fit = [n for n, ram in plans.items() if sum(ram.values()) <= allowed]
             text = (
-                f"{format_size(self.ram_bytes)} of host memory are planned, more than {_WARN_SHARE:.0%} of "
+                f"{format_size(self.ram_bytes)} of host memory are planned, more than {100 * _WARN_SHARE:.0f} % of "
                 f"{format_size(self.limit.total_bytes)} ({self.limit.name}), most of it for {owner} "
                 f"({format_size(self.ram[owner])}); "
                 + (f"start with training.workers={fit[-1]}" if fit else f"lower {_REMEDIES[owner]}")
