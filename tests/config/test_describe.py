@@ -29,7 +29,8 @@ WRONG = {
     "cluster: {foo: 'a'}": "cluster.foo: unknown key; known keys: address, min_ranks, ",
     "    - path: b\n      levl: 1": "6: data.volumes.1.levl: unknown key; did you mean level?",
     "  augment: {fip: true}": "data.augment.fip: unknown key; did you mean flip?",
-    "training: {autotune: act}": "training.autotune: unknown key; `vesuvius tune --config FILE` finds the settings before a run",
+    "training: {autotune: act}": "training.autotune: unknown key; `vesuvius tune --config FILE` finds the settings "
+    "before a run",
     "  augment: {x: true}": "data.augment.x: unknown key; known keys: flip, rot90",
     "    - level: 0": "data.volumes.1.path: required key is missing",
 }

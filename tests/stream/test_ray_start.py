@@ -169,3 +169,30 @@ def end_all(mark: dict[str, str]) -> None:
                 process.kill()
         except psutil.Error:
             pass
+
+
+SECOND = """
+import logging
+from vesuvius.config import ClusterConfig
+from vesuvius.stream.ray.session import Session
+
+logging.basicConfig(format="%(message)s")
+small = Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
+equal = Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
+assert small.fits(1, 1, 2**28)
+print("second", flush=True)
+large = Session(ClusterConfig(), workers=60, ranks=1, store_bytes=2**30)
+assert not large.fits(60, 1, 2**30), "the Ray that runs is the small one"
+for session in (small, equal, large, large):
+    session.close()
+"""
+
+
+@pytest.mark.long
+def test_a_second_stream_says_if_the_ray_it_shares_is_too_small() -> None:
+    """Ray itself silently runs fewer readers."""
+    ended = fork_server.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=180)
+    assert (ended.returncode, ended.stdout) == (0, "second\n"), ended.stderr
+    assert "has room for" in ended.stderr
+    assert "62 workers are wanted and 1.00 GiB for 60 of them" in ended.stderr
+    assert ended.stderr.count("has room for") == 1

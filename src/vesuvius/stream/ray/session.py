@@ -63,6 +63,7 @@ class Session:
     _lock: ClassVar[threading.RLock] = threading.RLock()  # streams open and close sessions on their own threads
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+        self._workers = workers
         with Session._lock:
             if Session._hangs:
                 raise ConfigError(
@@ -81,6 +82,15 @@ class Session:
                 # Ray would print daemon messages to the terminal, e.g. about readers that were ended on purpose.
                 Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
             Session._open.append(self)
+            cpus, size = Session._size
+            wanted = sum(each._workers for each in Session._open)
+            if Session._ours and (wanted + ranks > cpus or store_bytes > size):
+                log.warning(
+                    "Ray of this process, which another stream started, has room for %d workers and %.2f GiB of "
+                    "regions, but %d workers are wanted and %.2f GiB for %d of them: reading may be slow; open the "
+                    "stream with the most workers first, or close the others before it",
+                    *(cpus - ranks, size / 2**30, wanted, store_bytes / 2**30, workers),
+                )
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
         """Whether this many readers can run without restarting Ray; always True on a shared cluster."""
