@@ -129,6 +129,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_each_fault_is_a_line_of_the_output_and_decides_the_exit_code(
     fault: str | None, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ def test_info_of_two_volumes_describes_their_alignment(tmp_path, capsys):
     assert "they do not overlap; it has (20, 16, 16) voxels" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_ctrl_c_exits_130_and_the_same_command_continues(tmp_path):
     # Python's own handler is set by hand: a shell that runs the tests in the background has SIGINT ignored.
     code = (

@@ -111,6 +111,7 @@ def test_a_real_profile_leaves_an_existing_run_alone(
     assert len(page) < 200_000
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_has_no_page(tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path, observe = tiny_config(), profile.observe
 

@@ -397,6 +397,7 @@ def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> 
     assert "Training loss, over step" in [attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg"]
 
 
+@pytest.mark.long
 def test_the_command_writes_a_new_folder_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_keys_that_give_weights_their_meaning_are_refused_and_others_named(
     assert "comes without the config of its run; make sure" in compared(config, source, "diffusion.noise=linear")[1]
 
 
+@pytest.mark.long
 def test_a_start_from_weights_that_mean_something_else_or_nothing_ends_before_it_writes(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_ranks_end_together_after_a_step_that_rank_0_is_last_to_know_of(
     assert load_checkpoint(list_checkpoints(tmp_path / "runs/tiny/checkpoints")[-1])["step"] == 3
 
 
+@pytest.mark.long
 def test_consecutive_bad_steps_are_counted_across_a_resume(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -429,6 +429,7 @@ def test_an_interrupted_process_leaves_nothing_that_looks_finished(
         assert f"{number.name}: sampling stopped after" in error
 
 
+@pytest.mark.long
 def test_a_conditional_model_uses_the_held_out_condition_and_both_are_written(
     conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,7 @@ def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[A
     return write_array(place / "holed.zarr", holed), write_array(place / "mask.zarr", mask), mask
 
 
+@pytest.mark.long
 def test_a_signal_ends_each_phase_at_once_and_the_next_call_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
     assert not Path("runs/tiny").exists()
 
 
+@pytest.mark.long
 def test_failed_saves_leave_the_older_checkpoint_intact_and_the_run_continues_to_exit_6(
     trained: Path, tmp_path: Path
 ) -> None:

@@ -209,7 +209,7 @@ def test_a_shrunk_real_stream_delivers_the_same_batches(tmp_path: Path, tiny_con
                 watcher.share = 0.97
         assert stop.exit_code == EXIT_GUARD
     assert [record["prefetch_factor"] for record in read_records(tmp_path / "metrics.jsonl")] == [2]
-    assert "97%" in str(acts.reason)
+    assert "97 %" in str(acts.reason)
 
 
 class Full(Watcher):

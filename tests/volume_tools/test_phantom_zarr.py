@@ -125,6 +125,7 @@ def test_existing_files_are_never_replaced(tmp_path):
         assert not list(tmp_path.glob("*.partial")), "which would bind the next command to these arguments"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chunks", "lost"), [(3, None), (20, "v.zarr.partial"), (37, "v.labels.zarr.partial")])
 def test_an_interrupted_write_resumes_with_the_same_voxels(tmp_path, chunks, lost):
     """Or restarted, if one of the two is lost."""

@@ -138,6 +138,7 @@ def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> 
     return border_ratio(squares)
 
 
+@pytest.mark.long
 def test_filled_gaps_fit_the_known_voxels() -> None:
     assert filled_border(4, steps=12) == pytest.approx(1, abs=0.06)
     assert filled_border(1, corrects=False, steps=12) > 1.4, "known voxels with independent noise alone"

@@ -89,6 +89,7 @@ def alone(job: ReaderJob, tasks: Iterable[Task]) -> Slots:
     return found
 
 
+@pytest.mark.long
 def test_slots_do_not_depend_on_their_reader_or_on_known_damage(job: ReaderJob) -> None:
     tasks = list(job.tasks(0, 240))
     expected = alone(job, tasks)

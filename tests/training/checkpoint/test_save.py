@@ -123,6 +123,7 @@ STARTED = ".partial-step_00000002"
 NAMED = {"open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "shutil.rmtree"}
 
 
+@pytest.mark.long
 def test_a_run_that_is_moved_at_any_point_of_a_save_keeps_it_and_its_successor_its_own(tmp_path: Path) -> None:
     for number in range(3, 100, 2):  # before, the folder is opened
         run, moved = RunDir(tmp_path / f"{number}/x"), tmp_path / f"{number}/old"

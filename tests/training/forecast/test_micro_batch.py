@@ -21,6 +21,7 @@ def needs(config: Config, size: int) -> int:
     return plan_memory(small(*cut, "training.amp=bf16", f"training.ranks={config.training.ranks}")).vram_bytes
 
 
+@pytest.mark.long
 def test_the_choice_is_the_largest_divisor_that_fits_and_keeps_the_effective_batch() -> None:
     """Wrong programs choose the largest number that fits (five does not divide twelve) or the next power of two, change
     the size of the step, or plan without the gradients of earlier micro-batches."""

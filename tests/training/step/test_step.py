@@ -293,6 +293,7 @@ def test_the_inverse_square_root_halves_the_rate_over_four_times_the_steps(warmu
     assert learning_rate(100 * peak - 1, config) == pytest.approx(0.1), "also beyond the horizon"
 
 
+@pytest.mark.long
 def test_a_saved_and_loaded_step_continues_bit_by_bit() -> None:
     config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,), optimizer="muon")
     straight, first = make_step(config), make_step(config)
@@ -381,7 +382,7 @@ def test_scratch_gradients_are_not_compiled() -> None:
     assert regions.failure
 
 
-@pytest.mark.parametrize(("asked", "deterministic"), itertools.product([True, False], repeat=2))
+@pytest.mark.parametrize(("asked", "deterministic"), list(itertools.product([True, False], repeat=2)))
 def test_cudnn_times_its_kernels_if_asked_and_unless_deterministic(
     asked: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
