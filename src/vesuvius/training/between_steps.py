@@ -1,4 +1,4 @@
-"""What runs between two steps: orders of the memory guard, validation, preview and checkpoint.
+"""Tasks between two steps: orders of the memory guard, validation, preview and checkpoint.
 
 A task interrupted by a stop is repeated on resume, so an interrupted run leaves the same records as an undisturbed one.
 

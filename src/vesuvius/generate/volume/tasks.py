@@ -49,7 +49,7 @@ BLOCKS_PER_GROUP = 16
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed in each block: here one step, the network on the given `input`.  Picklable; methods are pure."""
+    """The computation of each block: here one step, the network on the given `input`.  Picklable; methods are pure."""
 
     tiling: Tiling
     batch_size: int  # tiles per network call; a resume does not change the batches

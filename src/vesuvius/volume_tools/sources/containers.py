@@ -115,7 +115,7 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
     seen.add((file, data.name))
     if data.is_virtual:
         if os.environ.get("HDF5_VDS_PREFIX"):
-            raise refuse(where, "HDF5_VDS_PREFIX hides its parts", "unset it and put them beside the file")
+            raise refuse(where, "HDF5_VDS_PREFIX hides its parts", "unset it and put them next to the file")
         for part in data.virtual_sources():
             with _hdf5_file(_part_file(file, where, part.file_name)) as opened:
                 if (source := opened.get(part.dset_name)) is None:
@@ -162,7 +162,7 @@ def _covers(shape: tuple[int, ...], part: Any) -> bool:
 
 
 def _hdf5_names(data: Any) -> Iterator[Any]:
-    """What may name the axes: dimension labels or scales, axistags of ilastik, axes of NeXus."""
+    """Possible names of the axes: dimension labels or scales, axistags of ilastik, axes of NeXus."""
     with suppress(*_ABSENT):
         yield [each.label or (each[0].name.rpartition("/")[2] if len(each) else "") for each in data.dims]
     yield from (_attribute(data, key) for key in _AXES)
@@ -237,7 +237,7 @@ def _tensorstore(path: Path, about: dict[str, Any]) -> Any:
 
 
 def _n5_names(about: dict[str, Any]) -> Iterator[Any]:
-    """What may name the axes, slowest first: `axes`, fastest first like the dimensions, or `transform` of COSEM."""
+    """Possible names of the axes, slowest first: `axes`, fastest first like the dimensions, or `transform` of COSEM."""
     axes, transform = about.get("axes"), about.get("transform")
     yield axes[::-1] if isinstance(axes, list | str) else None
     if isinstance(transform, dict):

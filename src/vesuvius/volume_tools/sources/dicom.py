@@ -71,7 +71,7 @@ class _Slice:
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """What all slices of a volume share."""
+        """Values that all slices of a volume share."""
         names = "Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation"
         return (*map(self.get, names), self.dtype.name)
 
