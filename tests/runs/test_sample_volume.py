@@ -25,12 +25,12 @@ from tests.support.runs import PATCH
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import StorageError, VesuviusError
-from vesuvius.generate.common import OnProgress
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.picture import generate_held_out
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepared, state_bytes
-from vesuvius.generate.volume.tasks import TaskRunner
 from vesuvius.loader.patch_loader import PatchLoader
+from vesuvius.predict.progress import OnProgress
+from vesuvius.predict.tasks import TaskRunner
 from vesuvius.training.validation.pictures import GAP, MontageCell, draw_grid
 from vesuvius.volume_tools.pyramid import downsample_mean, downsample_mode
 from vesuvius.volumes.box import slices

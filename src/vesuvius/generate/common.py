@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +32,8 @@ from vesuvius.training.checkpoint.trained import (
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.setup import build_meta_network, choose_device, uses_channels_last
-from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with the unit ("sampling steps"), the number done, and the total."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -165,44 +160,6 @@ class Network:
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
         condition = self._condition(stored, tiles)
         return NetworkEstimate(self.denoiser, config.diffusion, self.schedule, condition, self.guide)
-
-
-@dataclass
-class ProgressReporter:
-    """Reports progress, and raises VesuviusError once a stop is requested."""
-
-    stop: StopRequest | None = None
-    on_progress: OnProgress = lambda what, done, total: None
-    resumable: bool = False  # the same command resumes
-    _progress: str = "before the first step"
-
-    def check(self) -> None:
-        """Raise VesuviusError, with the exit code of the signal, if a stop is requested."""
-        if self.stop is not None and self.stop.is_requested():
-            remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
-            raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
-
-    def report(self, what: str, done: int, total: int) -> None:
-        self._progress = f"after {done} of {total} {what}"
-        self.on_progress(what, done, total)
-
-    def track(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
-        """Yield the items and report each when it is done; `total` is their number."""
-        for done, item in enumerate(items, start=1):
-            self.check()
-            yield item
-            self.report(what, done, total)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Context in which torch computes on one thread, so in the same order of summation on every machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

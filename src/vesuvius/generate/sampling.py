@@ -20,8 +20,6 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.generate.common import (
     GenerateRequest,
     Network,
-    OnProgress,
-    ProgressReporter,
     base_record,
     resolve_checkpoint,
     run_directory,
@@ -39,6 +37,7 @@ from vesuvius.generate.sample_zarr import (
     to_model_values,
 )
 from vesuvius.generate.volume.inputs import TrainingCondition
+from vesuvius.predict.progress import OnProgress, ProgressReporter
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.training.stop import StopRequest

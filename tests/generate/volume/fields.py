@@ -13,11 +13,11 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.generate.common import ProgressReporter
 from vesuvius.generate.volume.passes import Pass, SamplingJob, advance, block_noise, correct_known
-from vesuvius.generate.volume.ray_workers import ray_workers
-from vesuvius.generate.volume.tasks import BlockArray, Blocks, TaskRunner, TiledRun, active_blocks, run_locally
-from vesuvius.generate.volume.tiling import Tiling, overlap_slices
+from vesuvius.predict.progress import ProgressReporter
+from vesuvius.predict.ray_workers import ray_workers
+from vesuvius.predict.tasks import BlockArray, Blocks, TaskRunner, TiledRun, active_blocks, run_locally
+from vesuvius.predict.tiling import Tiling, overlap_slices
 from vesuvius.volumes.box import Box, shape_of, slices
 
 Correlation = Callable[[Tensor], Tensor]

@@ -30,7 +30,7 @@ from vesuvius.config import DiffusionConfig, SamplerMethod, Triple
 from vesuvius.diffusion.sampler import sample
 from vesuvius.generate.volume.passes import make_passes
 from vesuvius.generate.volume.run import VolumeRequest
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.predict.tiling import Tiling
 from vesuvius.volumes.box import slices
 
 PATCH, SHAPE, STEPS = (1, 6, 6), (1, 24, 24), 40

@@ -29,11 +29,11 @@ from tests.support.forked import in_child
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
-from vesuvius.generate.common import ProgressReporter
-from vesuvius.generate.volume import ray_workers
 from vesuvius.generate.volume.passes import START, STEP, SamplingJob, block_noise, make_passes
 from vesuvius.generate.volume.run import state_bytes
-from vesuvius.generate.volume.tasks import (
+from vesuvius.predict import ray_workers
+from vesuvius.predict.progress import ProgressReporter
+from vesuvius.predict.tasks import (
     BlockArray,
     Job,
     State,
@@ -43,7 +43,7 @@ from vesuvius.generate.volume.tasks import (
     delete_unflushed_tiles,
     run_locally,
 )
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.predict.tiling import Tiling
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
 

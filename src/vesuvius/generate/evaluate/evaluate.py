@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.common import OnProgress, base_record, check_volume, run_directory
+from vesuvius.generate.common import base_record, check_volume, run_directory
 from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compare
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
 from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
 from vesuvius.plan.make_plan import Split
+from vesuvius.predict.progress import OnProgress
 from vesuvius.report import page
 from vesuvius.report.curves import COLORS, Chart, banded, chart
 from vesuvius.report.page import FAIL, PASS, Bar, Bars, Picture, RunReport, Table

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
-from vesuvius.generate.common import one_thread
 from vesuvius.generate.evaluate.classifiers import area_under_curve, kernel_scores, patch_features, two_sample_scores
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_from
+from vesuvius.predict.progress import one_thread
 from vesuvius.training.validation.texture import (
     PatchTexture,
     Texture,

@@ -18,8 +18,8 @@ from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import Coefficients, NoiseLevel, combined, step_table
 from vesuvius.diffusion.schedule import x_0_and_eps
-from vesuvius.generate.volume.tasks import Fields, Job, Read
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.predict.tasks import Fields, Job, Read
+from vesuvius.predict.tiling import Tiling
 from vesuvius.volumes.box import shape_of
 
 START, STEP = 0, 1

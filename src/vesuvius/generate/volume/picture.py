@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.generate.common import OnProgress
 from vesuvius.generate.sample_zarr import to_model_values
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.predict.progress import OnProgress
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info

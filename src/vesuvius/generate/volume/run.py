@@ -26,19 +26,17 @@ from vesuvius.errors import ConfigError, StorageError, storage_errors
 from vesuvius.generate.common import (
     GenerateRequest,
     Network,
-    OnProgress,
-    ProgressReporter,
     base_record,
-    one_thread,
     resolve_checkpoint,
     translate_gpu_oom,
 )
 from vesuvius.generate.sample_zarr import to_intensities
-from vesuvius.generate.volume import tasks
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.passes import SamplingJob
-from vesuvius.generate.volume.tasks import BlockArray, Blocks, RunTasks, TaskRunner, TiledRun
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.predict import tasks
+from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
+from vesuvius.predict.tasks import BlockArray, Blocks, RunTasks, TaskRunner, TiledRun
+from vesuvius.predict.tiling import Tiling
 from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
@@ -205,7 +203,7 @@ class _Volume:
         open_runner = partial(_open_runner, job, folder.resolve(), absolute)
         if self.workers == 1 and request.cluster is None:
             return tasks.run_locally(open_runner)
-        from vesuvius.generate.volume.ray_workers import ray_workers  # imports Ray
+        from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         gpus = int(self._device.type == "cuda")
         return ray_workers(open_runner, self.workers, gpus, request.cluster, self.progress.check)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from vesuvius.config import Triple
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.common import ProgressReporter, one_thread
-from vesuvius.generate.volume.tiling import Tiling, overlap_slices
+from vesuvius.predict.progress import ProgressReporter, one_thread
+from vesuvius.predict.tiling import Tiling, overlap_slices
 from vesuvius.runlog.files import boot_id, flush_to_disk, write_atomically
 from vesuvius.volumes.box import Box, format_box, shape_of
 

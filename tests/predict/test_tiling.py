@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.errors import ConfigError
-from vesuvius.generate.volume.tiling import Tiling, tile_starts
+from vesuvius.predict.tiling import Tiling, tile_starts
 from vesuvius.volumes.box import shape_of, slices
 
 AXIS = st.tuples(st.integers(1, 6), st.integers(0, 13))

@@ -13,7 +13,7 @@ from ray.util import ActorPool
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.generate.volume.tasks import OpenRunner, RunTasks, Task, TaskRunner
+from vesuvius.predict.tasks import OpenRunner, RunTasks, Task, TaskRunner
 from vesuvius.runlog.units import format_count
 from vesuvius.stream.ray.session import Session
 

@@ -1,0 +1,54 @@
+"""Progress of a long computation, its stop requests, and the threads that torch computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from vesuvius.training.stop import StopRequest
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with the unit ("sampling steps"), the number done, and the total."""
+T = TypeVar("T")
+
+
+@dataclass
+class ProgressReporter:
+    """Reports progress, and raises VesuviusError once a stop is requested."""
+
+    stop: StopRequest | None = None
+    on_progress: OnProgress = lambda what, done, total: None
+    resumable: bool = False  # the same command resumes
+    _progress: str = "before the first step"
+
+    def check(self) -> None:
+        """Raise VesuviusError, with the exit code of the signal, if a stop is requested."""
+        if self.stop is not None and self.stop.is_requested():
+            remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
+            raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
+
+    def report(self, what: str, done: int, total: int) -> None:
+        self._progress = f"after {done} of {total} {what}"
+        self.on_progress(what, done, total)
+
+    def track(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+        """Yield the items and report each when it is done; `total` is their number."""
+        for done, item in enumerate(items, start=1):
+            self.check()
+            yield item
+            self.report(what, done, total)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which torch computes on one thread, so in the same order of summation on every machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
