@@ -264,9 +264,3 @@ def test_the_token_does_not_follow_redirects_of_the_hub(
         assert Source("hf://datasets/owner/name/v", StoreConfig(anonymous=anonymous)).get("data") == b"data"
         assert sent(hub[0]) == {f"Bearer {SECRET}" if where and not anonymous else None}
         assert sent(hub[1]) == {None}
-
-
-@pytest.mark.parametrize("address", ["hf://", "hf://owner/name/v", "hf://datasets/name", "hf://spaces/owner/name/v"])
-def test_hub_addresses_other_than_data_sets_are_refused(address: str) -> None:
-    with pytest.raises(DataError, match=r"it is not hf://datasets/OWNER/NAME\[@REVISION\]/PATH; check the address"):
-        Source(address, FAST)

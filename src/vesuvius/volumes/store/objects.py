@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
 
 import obstore
 from obstore.exceptions import BaseError, GenericError
@@ -30,6 +28,7 @@ from vesuvius.volumes.errors import (
     status_of,
 )
 from vesuvius.volumes.store.credentials import authority, find_signing
+from vesuvius.volumes.store.hub import HubFolder
 
 _BUCKETS: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 _WEB = ("http", "https", "hf")  # plain web servers, which cannot list
@@ -176,7 +175,7 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
             user, at, _ = authority(address).rpartition("@")
             path, question_mark, query = rest.removeprefix(user + at).replace("#", "%23").partition("?")
             url = f"{scheme}://{path.removesuffix('/')}{question_mark}{query}"
-            return HTTPStore(_hub_url(rest) if scheme == "hf" else url, **options)
+            return HTTPStore(HubFolder(rest).url if scheme == "hf" else url, **options)
         bucket, _, key = rest.partition("/")
         if not bucket or "" in key.split("/")[:-1]:  # which obstore would skip silently
             raise ValueError("an empty name between two slashes" if bucket else "no bucket")
@@ -188,24 +187,16 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
         ) from error
 
 
-def _hub_url(path: str) -> str:
-    """The web address of hf://`path`.  Raises ValueError if it is not a path of a data set."""
-    match = re.fullmatch(r"datasets/([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(/.*)?", path, re.DOTALL)
-    if match is None:
-        raise ValueError("it is not hf://datasets/OWNER/NAME[@REVISION]/PATH")
-    name, revision, key = match.groups("")
-    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    return f"{hub}/datasets/{name}/resolve/{quote(unquote(revision or 'main'), '')}{quote(key).removesuffix('/')}"
-
-
 class RemoteStore:
     """One store with a URL.  Thread-safe; no method retries."""
 
     def __init__(self, address: str, config: StoreConfig) -> None:
         self._opened = open_store(address, config)
-        self.signing = find_signing(address, config.anonymous).words
-        scheme = address.partition("://")[0]
-        self.can_list = scheme not in _WEB  # plain web servers cannot
+        signing = find_signing(address, config.anonymous)
+        self.signing = signing.words
+        scheme, _, path = address.partition("://")
+        self._hub = HubFolder(path, signing.headers, config.timeout_s) if scheme == "hf" else None
+        self.can_list = scheme not in _WEB or scheme == "hf"  # plain web servers cannot
         self._name = display_address(address)
         self._has_suffixes = False if scheme == "az" else None  # whether it supports suffix ranges; None = unknown
 
@@ -245,11 +236,17 @@ class RemoteStore:
         return _stamp(obstore.get(self._store, key).meta)  # the body is not read
 
     def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
-        """Keys below a prefix (whole path segments), sorted, page by page, after a key."""
+        """Keys below a prefix (whole path segments), page by page, after a key; on the Hub also those of folders."""
+        if self._hub is not None:
+            yield from ([key for key, _ in page] for page in self._hub.pages(prefix, after))
+            return
         for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
             yield [entry["path"] for entry in batch]
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        if self._hub is not None:
+            entries = [entry for page in self._hub.pages(prefix, None, recursive=False) for entry in page]
+            return [key for key, is_dir in entries if not is_dir], [key for key, is_dir in entries if is_dir]
         found = obstore.list_with_delimiter(self._store, prefix)
         return [entry["path"] for entry in found["objects"]], list(found["common_prefixes"])
 
