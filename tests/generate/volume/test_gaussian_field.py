@@ -30,7 +30,7 @@ from vesuvius.config import DiffusionConfig, SamplerMethod, Triple
 from vesuvius.diffusion.sampler import sample
 from vesuvius.generate.volume.passes import make_passes
 from vesuvius.generate.volume.run import VolumeRequest
-from vesuvius.predict.tiling import Tiling
+from vesuvius.predict.tiling import Tiling, even_tiling
 from vesuvius.volumes.box import slices
 
 PATCH, SHAPE, STEPS = (1, 6, 6), (1, 24, 24), 40
@@ -69,7 +69,7 @@ def face_ratio(response: Tensor) -> Tensor:
 
 
 def test_blended_tiles_reproduce_the_spectrum_up_to_the_patch_without_seams() -> None:
-    blended, apart = responses(Tiling(SHAPE, PATCH, 0.5)), drawn_apart(Tiling(SHAPE, PATCH, 0.0))
+    blended, apart = responses(even_tiling(SHAPE, PATCH, 0.5)), drawn_apart(even_tiling(SHAPE, PATCH, 0.0))
     ratio = power_ratio(blended, SHAPE)
     short = {wavelength: value for wavelength, value in ratio.items() if wavelength <= PATCH[1]}
     assert len(short) == 9
@@ -87,7 +87,7 @@ def test_blended_tiles_reproduce_the_spectrum_up_to_the_patch_without_seams() ->
 def test_the_default_overlap_and_steps_leave_no_visible_tiles() -> None:
     """Without chance: with Hann windows the ratio is 1.012, with none 1.18."""
     used = VolumeRequest.overlap, DiffusionConfig().sampler_steps
-    faces = face_ratio(responses(Tiling((1, 52, 8), (1, 16, 4), used[0]), used[1]))[8:43]
+    faces = face_ratio(responses(even_tiling((1, 52, 8), (1, 16, 4), used[0]), used[1]))[8:43]
     assert float(faces.max() / faces.min()) < 1.006
 
 
@@ -118,7 +118,7 @@ def filled_border(rounds: int, *, corrects: bool = True, steps: int = STEPS) -> 
     All is linear in the noise and the known voxels, so the mean squared differences follow from the responses to each.
     Those of the field itself have the ratio 1.
     """
-    tiling, voxels, of_field = Tiling(SHAPE, PATCH, 0.5), SHAPE[1] * SHAPE[2], covariance(FIELD, SHAPE)
+    tiling, voxels, of_field = even_tiling(SHAPE, PATCH, 0.5), SHAPE[1] * SHAPE[2], covariance(FIELD, SHAPE)
     unit = torch.eye(voxels, dtype=torch.float64).view(-1, 1, *SHAPE)
     gap = torch.zeros(SHAPE, dtype=torch.bool)
     gap[0, LOW:HIGH, LOW:HIGH] = True

@@ -43,12 +43,12 @@ from vesuvius.predict.tasks import (
     delete_unflushed_tiles,
     run_locally,
 )
-from vesuvius.predict.tiling import Tiling
+from vesuvius.predict.tiling import even_tiling
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)
-TILING = Tiling((7, 13, 12), PATCH, 0.5)
+TILING = even_tiling((7, 13, 12), PATCH, 0.5)
 ALL = ((0, 0, 0), TILING.shape_zyx)
 FIELD = falling(1.5)
 LEVELS = field_levels(FIELD, PATCH, 4)
@@ -95,7 +95,7 @@ def test_any_network_is_evaluated_on_the_tiles_of_its_input(tmp_path: Path) -> N
 
 
 def test_noise_is_white_and_depends_only_on_seed_step_and_block() -> None:
-    wide = Tiling((8, 12, 18), PATCH, 0.25)
+    wide = even_tiling((8, 12, 18), PATCH, 0.25)
     np.testing.assert_array_equal(block_noise(7, STEP, 3, wide, 0), block_noise(7, STEP, 3, TILING, 0))
     # block 1, 1, 1 is the 10th of 12 here, and the 8th of 12 there, where it is cut
     here, there = (block_noise(7, STEP, 3, t, b) for t, b in ((wide, 10), (TILING, 9)))
@@ -104,7 +104,7 @@ def test_noise_is_white_and_depends_only_on_seed_step_and_block() -> None:
     draws = {block_noise(*key, wide, block).numpy().tobytes() for key in ((7, 1, 3), (7, 1, 4), (7, 2, 3), (8, 1, 3))
              for block in range(12)}  # fmt: skip
     assert len(draws) == 4 * 12
-    many = torch.stack([block_noise(1, START, 0, Tiling((4, 6, 6000), PATCH, 0.0), b) for b in range(1000)])
+    many = torch.stack([block_noise(1, START, 0, even_tiling((4, 6, 6000), PATCH, 0.0), b) for b in range(1000)])
     assert float(many.mean()) == pytest.approx(0, abs=0.01)
     assert float(many.std()) == pytest.approx(1, abs=0.01)
     covariance = torch.cov(many.flatten(1).T)
@@ -253,7 +253,7 @@ def write_known(folder: Path, values: np.ndarray) -> None:
 def test_blocks_are_active_within_half_a_patch_of_a_gap() -> None:
     rng = np.random.default_rng(0)
     for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):
-        tiling = Tiling(shape, patch, 0.5)
+        tiling = even_tiling(shape, patch, 0.5)
         gaps = rng.random(shape) < 0.004
         found = active_blocks(tiling, lambda box: gaps[slices(box)], ProgressReporter())  # noqa: B023
         for block in range(tiling.blocks):
@@ -286,7 +286,7 @@ def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) ->
     edge = 30_000
     tracemalloc.start()
     try:
-        work = SamplingJob(Tiling((edge,) * 3, (8, 16, 16), 0.5), 4, 1, LEVELS, "dpmpp2m")
+        work = SamplingJob(even_tiling((edge,) * 3, (8, 16, 16), 0.5), 4, 1, LEVELS, "dpmpp2m")
         every = range(work.tiling.blocks)
         on_disk = state_bytes(work, every, 1)
         state = State(tmp_path, work.tiling, 1)

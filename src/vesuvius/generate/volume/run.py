@@ -36,7 +36,7 @@ from vesuvius.generate.volume.passes import SamplingJob
 from vesuvius.predict import tasks
 from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
 from vesuvius.predict.tasks import BlockArray, Blocks, RunTasks, TaskRunner, TiledRun
-from vesuvius.predict.tiling import Tiling
+from vesuvius.predict.tiling import even_tiling
 from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
@@ -138,7 +138,7 @@ class _Volume:
         scale, unit, corner = inputs.space(facts.volumes[request.volume_index].voxel_size_um)
         self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
         self.job = SamplingJob(
-            Tiling(shape, config.data.patch_size, request.overlap),
+            even_tiling(shape, config.data.patch_size, request.overlap),
             request.batch_size,
             request.seed,
             sampling_levels(self._schedule, config.diffusion),
@@ -306,7 +306,6 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
             sizes = f"{format_sizes(request.shape_zyx)} differs from --box ({format_sizes(opened.shape_zyx)})"
             raise ConfigError(f"--shape {sizes}; remove --shape, or change --box")
         volume = _Volume(replace(request, checkpoint=info.checkpoint), info, opened)
-        volume.job.tiling.check()
         yield volume
 
 
