@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array, write_ome
 from tests.support.chunk_server import ChunkServer
 from tests.support.runs import steps_of, vesuvius_train
 from vesuvius.commands import first_config, init, sample
@@ -78,6 +78,13 @@ def test_what_was_written_for_a_bare_array_trains_and_samples(tmp_path: Path) ->
     assert vesuvius_train(Path("configs/scroll.yaml"), "training.max_steps=2") == EXIT_OK
     assert len(steps_of("scroll")) == 2
     assert sample.main(["--checkpoint", "scroll", "--count", "1", "--steps", "2"]) == EXIT_OK, "as it was printed"
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_voxel_size_picks_the_level(tmp_path: Path) -> None:
+    voxels = textured((32, 64, 64))
+    path = write_ome(tmp_path / "v.zarr", {"0": voxels, "1": voxels[::2, ::2, ::2]}, [2.4, 4.8])
+    assert written(path, "--level", "4.8um").data.volumes[0].level == 1
 
 
 @pytest.mark.usefixtures("no_plans")

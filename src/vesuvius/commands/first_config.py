@@ -93,6 +93,7 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     """
     store, device = StoreConfig(outage_minutes=_OUTAGE_MINUTES), choose_device()
     volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
+    spec = volume.spec
     preset, micro, step_s = _choose_preset(shape_zyx(volume), device)
     if not level_given and (level := choose_level(volume, preset.patch)) != spec.level:
         spec = spec.model_copy(update={"level": level})

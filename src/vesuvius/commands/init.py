@@ -7,7 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, natural, naturals, say
+from vesuvius.commands.cli import Parser, as_command, naturals, say
+from vesuvius.commands.sample import level
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import EXIT_OK, ConfigError, storage_errors
@@ -28,8 +29,8 @@ def main(argv: list[str]) -> int:
     )
     address = "zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
     parser.add_argument("volume", metavar="VOLUME", help=address)
-    level = "level of a pyramid, 0 = finest (default: the finest whose patches span 300 µm on this machine)"
-    parser.add_argument("--level", type=natural, help=level)
+    levels = "level of a pyramid, 0 = finest, or its voxel size: 7.91um (default: the finest whose patches span 300 µm)"
+    parser.add_argument("--level", type=level, help=levels)
     select = "index for each axis other than z, y, x"
     parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
     parser.add_argument("--name", help="name of the run (default: derived from the volume's name)")
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     _check_new(name, out)
     from vesuvius.commands.first_config import first_config  # imports torch
 
-    spec = ArrayConfig(path=args.volume, level=args.level or 0, select=args.select)
+    spec = ArrayConfig(path=args.volume, select=args.select, **(args.level or {}))
     text, words = first_config(name, spec, level_given=args.level is not None)
     _write(out, text)
     run = shlex.quote(name)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.cli import Parser, as_command, full_path, natural, positive, say, triple
+from vesuvius.commands.cli import Parser, as_command, full_path, natural, positive, positive_number, say, triple
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -78,7 +78,8 @@ def _parser() -> Parser:
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
     size, part = triple(1, "256,512,512"), "part of --condition, --inpaint and --mask to use (default: all)"
     volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
-    volumes.add_argument("--condition", type=array, metavar="VOLUME", help="zarr volume of labels, PATH or PATH@LEVEL")
+    labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
+    volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
     volumes.add_argument("--box", type=_box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
     volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
@@ -125,9 +126,23 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: i
     }
 
 
+def level(text: str) -> dict[str, Any]:
+    """Parse a level of a pyramid or, with the unit um, a voxel size that picks it, as a key of `ArrayConfig`."""
+    if not text.endswith(("um", "µm")):
+        return {"level": natural(text)}
+    try:
+        sizes = tuple(positive_number(part) for part in text[:-2].split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) not in (1, 3):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a voxel size, one number or z,y,x; try 7.91um")
+    return {"voxel_size_um": sizes if len(sizes) == 3 else sizes[0]}
+
+
 def array(text: str) -> ArrayConfig:
-    at = re.search(r"@(\d+)$", text)
-    return ArrayConfig(path=text[: at.start()] if at else text, level=int(at[1]) if at else 0)
+    """Parse PATH, PATH@LEVEL or PATH@7.91um."""
+    at = re.search(r"@(\d+|[\d.,]+[uµ]m)$", text)
+    return ArrayConfig(path=text[: at.start()], **level(at[1])) if at else ArrayConfig(path=text)
 
 
 def _box(text: str) -> Box:

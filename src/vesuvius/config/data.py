@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
+
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 _TIMEOUT_S = 30.0
 _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume
@@ -21,10 +23,23 @@ class ArrayConfig(Section):
         description="zarr group or array: a folder, or an address https://, s3://, gs://, az://, hf://"
     )
     level: NonNegativeInt = Field(default=0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
+    voxel_size_um: PositiveFloat | tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
+        default=None,
+        description="picks the level with voxels of this size, in micrometers, within 2 %: one number, or z, y, x",
+    )
     select: tuple[NonNegativeInt, ...] = Field(
         default=(),
         description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.voxel_size_um is not None and "level" in self.model_fields_set:
+            yield f"level {self.level} and voxel_size_um {self.voxel_size_um} both pick a level; remove one"
+
+    @model_serializer(mode="wrap")
+    def _without_unused_level(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unused = {"level"} if self.voxel_size_um is not None else set()
+        return {key: value for key, value in serialize(self).items() if key not in unused}
 
 
 class ForegroundConfig(Section):

@@ -145,7 +145,7 @@ def _begin(
         held.enter_context(directory.locked(new=not resume))
     if is_new:
         held.enter_context(_removed_if_start_fails(directory))
-    directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.intensities))
+    directory.begin(config, request.source, checked.data.describe(checked.facts.intensities))
     _open_log(directory)
     for level, line in startup_lines(config, checked, ranks.world, resume, existed):
         log.log(level, "%s", line)

@@ -178,7 +178,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
     address = request.source.path
     return {
         "source": volume.source.display_address if volume.source.remote else str(Path(address).resolve()),
-        "level": request.source.level,
+        "level": volume.spec.level,
         "select": list(request.source.select),
         "start_zyx": list(box[0]),
         "size_zyx": list(shape_of(box)),

@@ -111,6 +111,7 @@ def describe_volume(
     sampled in `num_boxes` boxes; 0 = none.
     """
     with open_volume(spec, store) as volume:
+        spec = volume.spec
         levels, broken = {spec.level: _level_facts(volume, spec.level)}, dict[str, str]()
         for level, path in enumerate(volume.level.paths if volume.level else ("",)):
             try:

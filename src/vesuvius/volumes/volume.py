@@ -31,9 +31,16 @@ from vesuvius.errors import DataError, broken_link, one_line
 from vesuvius.threads import Pool
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
-from vesuvius.volumes.errors import ClosedError, FetchError, RefusedError, ReplacedError, UnreadableChunkError
+from vesuvius.volumes.errors import (
+    ClosedError,
+    FetchError,
+    OutageError,
+    RefusedError,
+    ReplacedError,
+    UnreadableChunkError,
+)
 from vesuvius.volumes.format.decode import ChunkDecoder
-from vesuvius.volumes.format.metadata import Level, Node, no_zarr_error, open_array, pick_level, read_node
+from vesuvius.volumes.format.metadata import Level, Node, find_array, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, contradictions, find_axes, space_of
 from vesuvius.volumes.missing import MissingChunks
 from vesuvius.volumes.store.objects import ByteRange, is_remote
@@ -46,6 +53,7 @@ T = TypeVar("T")
 
 _AHEAD = 4  # chunks fetched from disk while another one is decoded: hides the latency of a network mount
 _DECODED_AHEAD = 8  # chunks decoded by other threads while one is copied
+_SAME_SIZE = 0.02  # of a voxel size: writers round it
 _TRIES = 3  # reads of a chunk, bypassing all caches after the first, before it counts as damaged
 
 
@@ -325,9 +333,11 @@ def open_volume(
 ) -> Volume:
     """Open an entry of `data.volumes[]`, or level 0 of a path or address.  Reads metadata.
 
+    The volume's `spec` has the number of the level, also if a voxel size picked it.
+
     If another process has opened the volume before (`reopened`), a store that does not answer is an outage; otherwise
-    it is given up after a minute.  Raises DataError: there is nothing, no zarr, no such level, no axes z, y, x, or an
-    unsupported dtype.
+    it is given up after a minute.  Raises DataError: there is nothing, no zarr, no such level or voxel size, no axes z,
+    y, x, or an unsupported dtype.
     """
     spec = spec if isinstance(spec, ArrayConfig) else ArrayConfig(path=os.fspath(spec))
     if not is_remote(spec.path) and not Path(spec.path).exists():
@@ -343,43 +353,47 @@ def open_volume(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ZarrUserWarning)  # about codecs outside the zarr v3 specification, etc.
             warnings.simplefilter("ignore", UnstableSpecificationWarning)
-            node, level, name = _find_array(source, spec)
-            array = open_array(source, node, level.path if level else "")
-            space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
-            axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
-            geometry = space.geometry(axes.zyx) if space else None
-            if (
-                array.dtype.kind == "f"
-                and not isinstance(nan, str)
-                and not abs(nan) <= float(np.finfo(array.dtype).max)
-            ):
-                raise DataError(
-                    f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number"
-                )
-            return Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
+            if (root := read_node(source, "")) is None:
+                raise no_zarr_error(source)
+            spec = spec if spec.voxel_size_um is None else _with_level(source, root, spec)
+            return _open_level(source, root, spec, missing_chunk, nan)
     except BaseException:
         source.close()
         raise
 
 
-def _find_array(source: Source, spec: ArrayConfig) -> tuple[Node, Level | None, str]:
-    """The metadata of the array in a config, its level (None for a bare array), and its name."""
-    node = read_node(source, "")
-    if node is None:
-        raise no_zarr_error(source)
-    if node.is_array:
-        if spec.level:
-            raise DataError(
-                f"Cannot open level {spec.level} of {source.display_address}: a bare array has only level 0; set level "
-                "to 0 or point path at the OME-Zarr group"
-            )
-        return node, None, source.display_address
-    level = pick_level(source, node.document["attributes"], spec)
-    node = read_node(source, level.path)
-    if node is None or not node.is_array:
-        problem = "is not there" if node is None else "is a group"
-        raise DataError(
-            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing "
-            "level or choose another"
-        )
-    return node, level, f"{source.display_address} level {spec.level}"
+def _open_level(
+    source: Source, root: Node, spec: ArrayConfig, missing_chunk: Literal["air", "error"], nan: Nan
+) -> Volume:
+    node, level, name = find_array(source, root, spec)
+    array = open_array(source, node, level.path if level else "")
+    space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
+    axes, axis_names = find_axes(name, array, space.names if space else None, spec.select)
+    geometry = space.geometry(axes.zyx) if space else None
+    if array.dtype.kind == "f" and not isinstance(nan, str) and not abs(nan) <= float(np.finfo(array.dtype).max):
+        raise DataError(f"data.nan={nan:g} does not fit the {array.dtype} voxels of {name}; choose a smaller number")
+    return Volume(name, array, axes, axis_names, geometry, level, source, node, spec, missing_chunk, nan)
+
+
+def _with_level(source: Source, root: Node, spec: ArrayConfig) -> ArrayConfig:
+    """Return the config with the level that has its voxel size.  Reads the metadata of all levels."""
+    numbers = [] if root.is_array else range(len(pick_level(source, root.document["attributes"], spec).paths))
+    levels = [spec.model_copy(update={"level": number, "voxel_size_um": None}) for number in numbers]
+    sizes: dict[int, FloatTriple] = {}
+    for level in levels:
+        try:
+            size_um = _open_level(source, root, level, "air", "keep").voxel_size_um
+        except DataError as error:
+            if isinstance(error, (OutageError, RefusedError)) or (level is levels[-1] and not sizes):
+                raise
+            continue  # a level that was not copied
+        sizes |= {} if size_um is None else {level.level: size_um}
+    wanted = np.broadcast_to(spec.voxel_size_um or 0, 3)
+    found = [number for number, size in sizes.items() if np.allclose(size, wanted, rtol=_SAME_SIZE, atol=0)]
+    if len(found) == 1:
+        return levels[found[0]]
+    known = ", ".join(f"level {number}: {' x '.join(f'{um:.6g}' for um in size)}" for number, size in sizes.items())
+    raise DataError(
+        f"Cannot pick a level of {source.display_address} by its voxel size, {' x '.join(map(str, wanted))} µm: "
+        f"{known or 'it has no OME scale with a unit of length'}; change voxel_size_um, or set level instead"
+    )

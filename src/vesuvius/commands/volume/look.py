@@ -36,7 +36,8 @@ def add_info(commands: Commands) -> None:
         type=array,
         nargs="?",
         metavar="OTHER",
-        help="show only how this array (PATH or PATH@LEVEL), e.g. labels, aligns with PATH; exit code 6 if it does not",
+        help="show only how this array (PATH, PATH@LEVEL or PATH@7.91um), e.g. labels, aligns with PATH; exit code 6 "
+        "if it does not",
     )
     size = ",".join(map(str, BOX_ZYX))
     info.add_argument(

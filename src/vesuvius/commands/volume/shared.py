@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from vesuvius.commands.cli import Parser, natural, naturals, number_from_0, positive, say
+from vesuvius.commands.cli import Parser, naturals, number_from_0, positive, say
+from vesuvius.commands.sample import level
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volumes.box import format_box
@@ -22,7 +23,8 @@ _STORE = StoreConfig()
 def add_source(parser: Parser, metavar: str, meaning: str) -> None:
     """Add the arguments that name a level of a volume."""
     parser.add_argument("path", metavar=metavar, help=meaning)
-    parser.add_argument("--level", type=natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
+    levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
+    parser.add_argument("--level", type=level, default={}, help=levels)
     parser.add_argument(
         "--select", type=naturals, default=(), metavar="I,...", help="index for each axis other than z, y, x"
     )
@@ -30,7 +32,7 @@ def add_source(parser: Parser, metavar: str, meaning: str) -> None:
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
     """Return the level that the arguments name."""
-    return ArrayConfig(path=arguments.path, level=arguments.level, select=arguments.select)
+    return ArrayConfig(path=arguments.path, select=arguments.select, **arguments.level)
 
 
 def add_store(parser: Parser) -> None:

@@ -179,14 +179,14 @@ class PreparedData:
             for _ in self.read_patches(f"reading patches of {labels.name}", boxes, len(boxes), ("condition",)):
                 pass  # damage is reported and quarantined by the readers
 
-    def describe(self, config: DataConfig, ranges: IntensityRanges) -> dict[str, Any]:
+    def describe(self, ranges: IntensityRanges) -> dict[str, Any]:
         return {
             "plan_hash": self.plan.hash,
             "plan": self.plan.describe(),
             "volumes": [
                 {
                     "path": volume.source.display_address,
-                    "level": spec.level,
+                    "level": volume.spec.level,
                     "shape": list(volume.shape_zyx),
                     "dtype": volume.dtype.name,
                     "chunk": list(volume.chunk_zyx),
@@ -196,9 +196,7 @@ class PreparedData:
                     "intensity_low": intensity.low,
                     "intensity_high": intensity.high,
                 }
-                for spec, volume, split, intensity in zip(
-                    config.volumes, self.volumes, self.splits, ranges.volumes, strict=True
-                )
+                for volume, split, intensity in zip(self.volumes, self.splits, ranges.volumes, strict=True)
             ],
         }
 

@@ -217,6 +217,26 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
     return Level(paths[spec.level], entry, datasets[spec.level], paths, *facts)
 
 
+def find_array(source: Source, root: Node, spec: ArrayConfig) -> tuple[Node, Level | None, str]:
+    """The metadata of the array in a config, its level (None for a bare array), and its name."""
+    if root.is_array:
+        if spec.level:
+            raise DataError(
+                f"Cannot open level {spec.level} of {source.display_address}: a bare array has only level 0; set level "
+                "to 0 or point path at the OME-Zarr group"
+            )
+        return root, None, source.display_address
+    level = pick_level(source, root.document["attributes"], spec)
+    node = read_node(source, level.path)
+    if node is None or not node.is_array:
+        problem = "is not there" if node is None else "is a group"
+        raise DataError(
+            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing "
+            "level or choose another"
+        )
+    return node, level, f"{source.display_address} level {spec.level}"
+
+
 def no_zarr_error(source: Source) -> DataError:
     """The error for an address without zarr metadata.  Reads."""
     if source.forbidden:
