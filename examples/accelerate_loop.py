@@ -22,11 +22,11 @@ def main(scan: str, folder: str, steps: int = 10) -> list[int]:
         scan,
         patch_size=(16, 32, 32),
         batch_size=4,
-        workers=0,
+        num_workers=0,
         device=accelerator.device,
         rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        length=steps,
+        world_size=accelerator.num_processes,
+        batches_per_epoch=steps,
     )
     accelerator.register_for_checkpointing(loader)  # not prepare(): each rank gets its own batches, on the device
     if Path(folder).exists():

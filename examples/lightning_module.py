@@ -22,7 +22,9 @@ class Patches(lightning.LightningDataModule):
 
     def train_dataloader(self) -> vesuvius.PatchLoader:
         # The loader has already moved batches to the device.
-        self.loader = vesuvius.PatchLoader(self.scan, patch_size=(16, 32, 32), batch_size=4, workers=0, length=10)
+        self.loader = vesuvius.PatchLoader(
+            self.scan, patch_size=(16, 32, 32), batch_size=4, num_workers=0, batches_per_epoch=10
+        )
         if self.saved is not None:
             self.loader.load_state_dict(self.saved)
         return self.loader

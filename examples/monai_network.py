@@ -29,7 +29,13 @@ def main(scan: str, labels: str, steps: int = 20) -> list[float]:
     ).set_random_state(seed=0)
     losses = []
     with vesuvius.PatchLoader(
-        scan, labels=labels, patch_size=(16, 32, 32), batch_size=4, workers=0, device=device, length=steps
+        scan,
+        labels=labels,
+        patch_size=(16, 32, 32),
+        batch_size=4,
+        num_workers=0,
+        device=device,
+        batches_per_epoch=steps,
     ) as loader:
         for batch in loader:
             pairs = [changed({"image": a, "label": b}) for a, b in zip(batch.image, batch.label != 0, strict=True)]

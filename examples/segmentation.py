@@ -22,7 +22,13 @@ def main(scan: str, labels: str, checkpoint: str = "segmentation.pt") -> list[fl
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     losses = []
     with vesuvius.PatchLoader(
-        scan, labels=labels, patch_size=(16, 32, 32), batch_size=4, workers=0, device=device, length=STEPS_PER_EPOCH
+        scan,
+        labels=labels,
+        patch_size=(16, 32, 32),
+        batch_size=4,
+        num_workers=0,
+        device=device,
+        batches_per_epoch=STEPS_PER_EPOCH,
     ) as loader:
         begin = 0
         if Path(checkpoint).exists():

@@ -23,8 +23,10 @@ def main(scan: str, steps: int = 10) -> None:
     network = DistributedDataParallel(network.cuda() if cuda else network)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     seen = []
-    # rank and world are those of torch.distributed; batch_size is that of a rank
-    with vesuvius.PatchLoader(scan, patch_size=(16, 32, 32), batch_size=4, workers=0, length=steps) as loader:
+    # rank and world_size are those of torch.distributed; batch_size is that of a rank
+    with vesuvius.PatchLoader(
+        scan, patch_size=(16, 32, 32), batch_size=4, num_workers=0, batches_per_epoch=steps
+    ) as loader:
         for batch in loader:
             loss = nn.functional.mse_loss(network(batch.image + 0.5 * torch.randn_like(batch.image)), batch.image)
             optimizer.zero_grad()

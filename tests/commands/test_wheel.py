@@ -58,7 +58,7 @@ def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
     run("python", "-m", "vesuvius.train", "--config", "first.yaml", "--dry-run")
     snippet = (
         "import vesuvius\n"
-        "with vesuvius.PatchLoader('volumes/demo.zarr', patch_size=(8, 32, 32), batch_size=4, workers=2) as loader:\n"
+        "with vesuvius.PatchLoader('volumes/demo.zarr', patch_size=(8, 32, 32), batch_size=4) as loader:\n"
         "    print(next(iter(loader)).image.shape, vesuvius.__file__)\n"
     )
     printed = run("python", "-c", snippet)

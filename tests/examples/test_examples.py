@@ -103,5 +103,5 @@ def test_two_ranks_share_one_order(scan: str, tmp_path: Path) -> None:
         0: list(range(0, 80, 2)),
         1: list(range(1, 80, 2)),
     }
-    with vesuvius.PatchLoader(scan, patch_size=(16, 32, 32), batch_size=8, workers=0, device="cpu") as alone:
+    with vesuvius.PatchLoader(scan, patch_size=(16, 32, 32), batch_size=8, num_workers=0, device="cpu") as alone:
         assert [s.index for batch in islice(alone, 10) for s in batch.samples] == list(range(80))

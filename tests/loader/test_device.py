@@ -52,7 +52,7 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
     config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2)
     data = prepare_data(0, config)
     intensities = [IntensityRange(0, 100), IntensityRange(100, 150)]
-    options = StreamOptions(16, workers=0)
+    options = StreamOptions(16, num_workers=0)
     feed = DeviceFeed(CPU, options, data.job, intensities)
     with feed.open():
         batch, _ = feed.next(HostClock())
@@ -70,7 +70,7 @@ def textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepare
     volume = write_array(path / "volume.zarr", textured((96, 128, 128), dtype="uint16"))
     config = DataConfig(volumes=(VolumeConfig(path=str(volume)),), patch_size=(8, 16, 16), patches_per_region=2)
     data = prepare_data(0, config)
-    stream_options = StreamOptions(2, workers=0)
+    stream_options = StreamOptions(2, num_workers=0)
     return DeviceFeed(device, stream_options, data.job, [IntensityRange(0, 1000)]), data, stream_options
 
 

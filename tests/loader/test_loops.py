@@ -29,7 +29,7 @@ def volume(tmp_path: Path) -> Path:
 
 
 def test_each_loop_counts_its_own_batches_and_no_sample_comes_twice(volume: Path) -> None:
-    with load(volume, length=10) as loader:
+    with load(volume, batches_per_epoch=10) as loader:
         seen, outer = [], 0
         for batch in loader:
             outer += 1
@@ -48,7 +48,7 @@ def test_each_loop_counts_its_own_batches_and_no_sample_comes_twice(volume: Path
 
 def test_a_state_is_that_of_the_loop_that_goes_on(volume: Path) -> None:
     """A peek inside an epoch does not make the epoch a new one."""
-    with load(volume, length=6) as loader:
+    with load(volume, batches_per_epoch=6) as loader:
         left = iter(loader)
         next(left)  # left, but still referenced, as by the traceback of a notebook
         for number, _ in enumerate(loader):
@@ -59,14 +59,14 @@ def test_a_state_is_that_of_the_loop_that_goes_on(volume: Path) -> None:
         assert (state["sample_index"], state["in_epoch"]) == (4 * 9, 4 * 4)
         assert len(list(loader)) == 6
         assert loader.state_dict()["in_epoch"] == 0
-    with load(volume, length=6) as other:
+    with load(volume, batches_per_epoch=6) as other:
         other.load_state_dict(state)
         assert indices(other) == list(range(36, 44))
         assert len(list(other)) == 6
 
 
 def test_a_loop_whose_loader_is_rewound_yields_the_rest_of_that_epoch(volume: Path) -> None:
-    with load(volume, length=5) as loader:
+    with load(volume, batches_per_epoch=5) as loader:
         loop = iter(loader)
         next(loop)
         good = loader.state_dict()
@@ -77,7 +77,7 @@ def test_a_loop_whose_loader_is_rewound_yields_the_rest_of_that_epoch(volume: Pa
 
 
 def test_threads_share_the_batches_of_a_loader(volume: Path) -> None:
-    with load(volume, length=30) as loader:
+    with load(volume, batches_per_epoch=30) as loader:
         found: list[list[PatchBatch]] = [[], [], []]
         loops = [iter(loader) for _ in found]
         threads = [threading.Thread(target=into.extend, args=(loop,)) for into, loop in zip(found, loops, strict=True)]
@@ -95,7 +95,7 @@ def test_threads_share_the_batches_of_a_loader(volume: Path) -> None:
 def test_a_loop_after_an_error_goes_on_at_the_batch_that_failed(volume: Path) -> None:
     """It raises again as long as the cause lasts; an empty epoch would look like a finished one."""
     away = volume.with_suffix(".away")
-    with load(volume, length=200) as loader:
+    with load(volume, batches_per_epoch=200) as loader:
         loop = iter(loader)
         seen = indices(islice(loop, 1))
         volume.rename(away)
@@ -115,7 +115,7 @@ def test_a_loop_after_an_error_goes_on_at_the_batch_that_failed(volume: Path) ->
 
 def test_a_stream_that_failed_fails_again_until_it_is_rewound(volume: Path, tmp_path: Path) -> None:
     away = volume.with_suffix(".away")
-    with load(volume) as loader, PatchStream(loader._job, StreamOptions(batch_size=4, workers=0)) as stream:
+    with load(volume) as loader, PatchStream(loader._job, StreamOptions(batch_size=4, num_workers=0)) as stream:
         next(stream)
         volume.rename(away)
         with pytest.raises(DataError) as first:
@@ -131,7 +131,7 @@ def test_a_stream_that_failed_fails_again_until_it_is_rewound(volume: Path, tmp_
 
 def test_an_interrupted_batch_is_delivered_by_the_next_loop(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between the stream and the device: its samples must not be lost."""
-    with load(volume, length=5) as loader:
+    with load(volume, batches_per_epoch=5) as loader:
         loop = iter(loader)
         next(loop)
         assert loader._feed is not None
@@ -151,7 +151,7 @@ def test_an_interrupted_batch_is_delivered_by_the_next_loop(volume: Path, monkey
 
 
 def test_a_loop_raises_once_its_loader_is_closed_and_a_new_one_goes_on(volume: Path) -> None:
-    with load(volume, length=5) as loader:
+    with load(volume, batches_per_epoch=5) as loader:
         loop = iter(loader)
         assert indices(islice(loop, 2)) == list(range(8))
         stream = loader.stream
@@ -197,7 +197,7 @@ def test_closing_ends_the_wait_of_another_thread(server: ChunkServer, tmp_path: 
 
 
 def test_a_changed_reader_setting_outlasts_a_close(volume: Path) -> None:
-    with load(volume, length=4) as loader:
+    with load(volume, batches_per_epoch=4) as loader:
         next(iter(loader))
         loader.reconfigure(prefetch_factor=np.int64(5))  # type: ignore[typeddict-item]
         loader.close()

@@ -42,7 +42,7 @@ def volume(tmp_path: Path) -> Path:
 
 def load(*volumes: Any, **options: Any) -> PatchLoader:
     given: Any = volumes if len(volumes) > 1 else volumes[0]
-    return PatchLoader(given, **{"batch_size": 4, "patch_size": PATCH, "workers": 0, "device": "cpu"} | options)
+    return PatchLoader(given, **{"batch_size": 4, "patch_size": PATCH, "num_workers": 0, "device": "cpu"} | options)
 
 
 def indices(batches: Iterable[PatchBatch]) -> list[int]:
@@ -85,7 +85,7 @@ def test_volumes_of_any_dtypes_mix_and_each_has_its_own_values(
     marked = [write_array(tmp_path / f"{number}.labels.zarr", np.abs(scan // 2)) for number, scan in enumerate(scans)]
     if "bool" in dtypes or "float32" in dtypes:
         marked = []
-    with load(*paths, labels=marked or None, length=12, resident=resident) as mixed:
+    with load(*paths, labels=marked or None, batches_per_epoch=12, cache_in_memory=resident) as mixed:
         batches = list(mixed)
     assert {sample.volume for batch in batches for sample in batch.samples} == {*range(len(dtypes))}
     for batch in batches:
@@ -239,9 +239,9 @@ def test_the_loader_has_the_order_of_a_stream_with_the_same_config(volume: Path,
         "  augment: {rot90: false}\n  validation: {fraction: 0.1}\n"
     )
     with (
-        PatchStream(prepare_data(3, data).job, StreamOptions(4, workers=0)) as stream,
-        PatchLoader(data, batch_size=4, workers=0, seed=3, device="cpu", normalize=False) as of_config,
-        PatchLoader(tmp_path / "run.yaml", batch_size=4, workers=0, device="cpu", normalize=False) as of_file,
+        PatchStream(prepare_data(3, data).job, StreamOptions(4, num_workers=0)) as stream,
+        PatchLoader(data, batch_size=4, num_workers=0, seed=3, device="cpu", normalize=False) as of_config,
+        PatchLoader(tmp_path / "run.yaml", batch_size=4, num_workers=0, device="cpu", normalize=False) as of_file,
     ):
         for expected, batch, other in islice(zip(stream, of_config, of_file, strict=True), 12):
             assert batch.samples == other.samples == expected.samples
@@ -262,13 +262,13 @@ def patch_as_volume(patch: np.ndarray[Any, Any], sample: Sample) -> np.ndarray[A
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_state_continues_at_the_next_batch_of_its_epoch(volume: Path, workers: int) -> None:
-    with load(volume, length=6) as whole:
+    with load(volume, batches_per_epoch=6) as whole:
         first, second = [list(whole) for _ in range(2)]
         assert indices(first + second) == list(range(48))
-    with load(volume, length=6) as loader:
+    with load(volume, batches_per_epoch=6) as loader:
         assert indices(islice(loader, 4)) == list(range(16))
         state = loader.state_dict()
-    with load(volume, length=6, workers=workers, prefetch_factor=3) as other:
+    with load(volume, batches_per_epoch=6, num_workers=workers, prefetch_factor=3) as other:
         other.load_state_dict(state)
         assert other.state_dict() == state
         assert same(other, first[4:]) == 2
@@ -276,18 +276,18 @@ def test_a_state_continues_at_the_next_batch_of_its_epoch(volume: Path, workers:
         other.load_state_dict(state)  # also while it runs
         assert same(other, first[4:]) == 2
         at_the_end = other.state_dict()
-    with load(volume, length=6) as third:
+    with load(volume, batches_per_epoch=6) as third:
         third.load_state_dict(at_the_end)
         assert same(third, second) == 6
 
 
 def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
-    with load(volume, batch_size=8, length=4) as alone:
+    with load(volume, batch_size=8, batches_per_epoch=4) as alone:
         expected = indices(alone)
         after_two = alone.state_dict() | {"sample_index": 16, "in_epoch": 16}
     places: list[list[int]] = []
     for rank in range(2):
-        with load(volume, rank=rank, world=2, length=4) as loader:
+        with load(volume, rank=rank, world_size=2, batches_per_epoch=4) as loader:
             places.append(indices(islice(loader, 2)))
             assert loader.state_dict() == after_two
             places.append(indices(loader))
@@ -298,13 +298,13 @@ def test_ranks_share_the_order_and_their_state(volume: Path) -> None:
 
 @pytest.mark.long
 def test_a_state_continues_with_another_batch_size_or_length(volume: Path) -> None:
-    with load(volume, length=6) as loader:
+    with load(volume, batches_per_epoch=6) as loader:
         list(islice(loader, 3))
         state = loader.state_dict()
     for options, batches in (
-        ({"length": 6, "batch_size": 8}, [5, 6]),  # 36 samples more of 48, so the last batch reaches beyond
-        ({"length": 2}, [2, 2]),
-        ({"length": 12, "batch_size": 2}, [6, 12]),
+        ({"batches_per_epoch": 6, "batch_size": 8}, [5, 6]),  # 36 samples more of 48, so the last batch reaches beyond
+        ({"batches_per_epoch": 2}, [2, 2]),
+        ({"batches_per_epoch": 12, "batch_size": 2}, [6, 12]),
     ):
         with load(volume, **options) as other:
             other.load_state_dict(state)
@@ -313,12 +313,15 @@ def test_a_state_continues_with_another_batch_size_or_length(volume: Path) -> No
                 size = int(options.get("batch_size", 4))
                 assert indices(other) == list(range(begin, begin + count * size))
                 assert other.state_dict()["in_epoch"] == 0
-    with load(volume, length=6) as loader, pytest.raises(ConfigError, match="in_epoch of a state '12' is not"):
+    with (
+        load(volume, batches_per_epoch=6) as loader,
+        pytest.raises(ConfigError, match="in_epoch of a state '12' is not"),
+    ):
         loader.load_state_dict(state | {"in_epoch": "12"})
 
 
 def test_a_loader_ends_after_its_epochs(volume: Path) -> None:
-    with load(volume, length=3, epochs=2) as loader:
+    with load(volume, batches_per_epoch=3, epochs=2) as loader:
         assert len(loader) == 3
         assert [indices(loader) for _ in range(3)] == [list(range(12)), list(range(12, 24)), []]
     with load(volume) as loader, pytest.raises(TypeError, match="endless"):
@@ -342,7 +345,10 @@ def test_memory_is_reused_only_after_its_batch_is_released(volume: Path) -> None
 
 
 def test_a_resident_copy_does_not_change_batches(volume: Path) -> None:
-    with load(volume, length=200) as plain, load(volume, length=200, resident=True) as kept:
+    with (
+        load(volume, batches_per_epoch=200) as plain,
+        load(volume, batches_per_epoch=200, cache_in_memory=True) as kept,
+    ):
         assert same(islice(plain, 200), islice(kept, 200)) == 200
         assert kept.stream.has_resident
 
@@ -350,7 +356,7 @@ def test_a_resident_copy_does_not_change_batches(volume: Path) -> None:
 @pytest.mark.long
 def test_two_loaders_read_concurrently(volume: Path) -> None:
     """Ray Data's settings are one for all threads: one loader's executions must not run by the other's."""
-    options: dict[str, Any] = {"workers": 1, "resident": False, "normalize": False, "length": 100}
+    options: dict[str, Any] = {"num_workers": 1, "cache_in_memory": False, "normalize": False, "batches_per_epoch": 100}
     with load(volume, seed=1, batch_size=8, **options) as train, load(volume, seed=2, **options) as validation:
         pairs = list(zip(train, validation, strict=True))
         assert indices(batch for batch, _ in pairs) == list(range(800))
@@ -367,7 +373,8 @@ def test_ray_counts_as_disconnected_while_it_is_imported(monkeypatch: pytest.Mon
 @pytest.mark.long
 def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) -> None:
     """And the state is plain data all the same."""
-    raw: Any = {"normalize": np.False_, "patch_size": torch.tensor(PATCH), "resident": np.True_, "length": 200}
+    raw: Any = {"normalize": np.False_, "patch_size": torch.tensor(PATCH), "cache_in_memory": np.True_}
+    raw |= {"batches_per_epoch": 200}
     with load(volume, **raw) as loader:
         assert next(iter(loader)).image.dtype == torch.uint8
         assert loader.stream.has_resident
@@ -376,11 +383,11 @@ def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) ->
         "normalize": [20, 220],
         "seed": np.int64(3),
         "batch_size": torch.tensor(4),
-        "length": np.int64(3),
+        "batches_per_epoch": np.int64(3),
         "rank": np.int64(0),
-        "world": np.int64(1),
+        "world_size": np.int64(1),
     }
-    with load(volume, **numpys) as loader, load(volume, normalize=(20, 220), seed=3, length=3) as plain:
+    with load(volume, **numpys) as loader, load(volume, normalize=(20, 220), seed=3, batches_per_epoch=3) as plain:
         assert same(islice(loader, 2), islice(plain, 2)) == 2
         state = json.loads(json.dumps(loader.state_dict()))
         assert state == plain.state_dict()
@@ -390,11 +397,11 @@ def test_arguments_accept_scalars_and_arrays_of_numpy_and_torch(volume: Path) ->
 
 
 def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> None:
-    with load(volume, length=3) as loader, load(volume, length=3) as other:
+    with load(volume, batches_per_epoch=3) as loader, load(volume, batches_per_epoch=3) as other:
         assert same(DataLoader(loader, batch_size=None), other) == 3
         assert len(DataLoader(loader, batch_size=None)) == 3
         for how in ("fork", "spawn"):
-            with pytest.raises(ConfigError, match=r"set num_workers=0 and PatchLoader\(workers"):
+            with pytest.raises(ConfigError, match=r"set num_workers=0 and PatchLoader\(num_workers"):
                 next(iter(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context=how)))
 
 
@@ -405,12 +412,12 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
     ("options", "message"),
     [
         ({"labels": []}, "labels has 0 entries for 1 volumes"),
-        ({"rank": 1}, "rank=1 and world=None are incomplete"),
-        ({"rank": 2, "world": 2}, "rank 2 does not exist with world=2"),
-        ({"rank": "0", "world": "2"}, "rank '0' is not an integer"),  # as the environment has them
+        ({"rank": 1}, "rank=1 and world_size=None are incomplete"),
+        ({"rank": 2, "world_size": 2}, "rank 2 does not exist with world_size=2"),
+        ({"rank": "0", "world_size": "2"}, "rank '0' is not an integer"),  # as the environment has them
         ({"epochs": 2}, "epochs=2 needs the length"),
-        ({"length": 0}, "length 0 is not an integer of at least 1"),
-        ({"length": 2.5}, "length 2.5 is not"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch 0 is not an integer of at least 1"),
+        ({"batches_per_epoch": 2.5}, "batches_per_epoch 2.5 is not"),
         ({"seed": -1}, "seed -1 is not"),
         ({"patch_size": (8, 16)}, r"patch_size.2: Field required"),
         ({"patch_size": 16}, "patch_size: Input should be"),
@@ -419,8 +426,8 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
         ({"labels": np.zeros(3)}, "condition: Input should be a valid dictionary or instance of ArrayConfig"),
         ({"labels": [None]}, "volumes without labels need a loader of their own"),
-        ({"resident": "yes"}, "resident 'yes' is not valid"),
-        ({"length": torch.tensor(2.0)}, r"length tensor\(2.\) is not"),
+        ({"cache_in_memory": "yes"}, "cache_in_memory 'yes' is not valid"),
+        ({"batches_per_epoch": torch.tensor(2.0)}, r"batches_per_epoch tensor\(2.\) is not"),
         ({"label_dtype": "int64"}, "label_dtype=int64 has no effect without labels"),
         ({"device": "gpu"}, "torch does not recognize device 'gpu'"),
         ({"device": "meta"}, r"device 'meta' is neither .*batch.to\('meta'\)"),
@@ -449,7 +456,7 @@ def test_a_data_section_cannot_be_combined_with_sampling_arguments(volume: Path)
 def test_a_state_of_another_plan_is_refused_and_changes_nothing(volume: Path) -> None:
     with load(volume, seed=1) as other:
         state = other.state_dict()
-    with load(volume, length=2) as loader:
+    with load(volume, batches_per_epoch=2) as loader:
         for wrong in (state, {}, {"sample_index": 4}, loader.state_dict() | {"quarantined": [{}]}):
             with pytest.raises(ConfigError, match=r"state|not a quarantine record"):
                 loader.load_state_dict(wrong)

@@ -57,9 +57,8 @@ def collect_inside_submit(frame, event, argument):
         collected.append(loaders[-1]() is None)
 
 def load():
-    return vesuvius.PatchLoader(
-        sys.argv[1], patch_size=(8, 16, 16), batch_size=1, workers=0, device="cpu", normalize=False, prefetch_factor=40
-    )
+    how = dict(patch_size=(8, 16, 16), batch_size=1, device="cpu", normalize=False)
+    return vesuvius.PatchLoader(sys.argv[1], num_workers=0, prefetch_factor=40, **how)
 
 with load() as first:
     next(iter(first))
@@ -101,7 +100,7 @@ def test_a_dropped_loader_or_stream_frees_its_threads_and_memory(volume: Path, k
     before = names()
     loader = load(volume)
     next(iter(loader))
-    stream = PatchStream(loader._job, StreamOptions(batch_size=4, workers=0)) if kind == "stream" else loader.stream
+    stream = PatchStream(loader._job, StreamOptions(batch_size=4, num_workers=0)) if kind == "stream" else loader.stream
     assert stream._source is not None
     freed = [weakref.ref(stream), weakref.ref(stream._source)]
     if kind == "cycle":
@@ -121,7 +120,8 @@ def test_a_dropped_loader_or_stream_frees_its_threads_and_memory(volume: Path, k
 
 EXIT = """
 import sys, vesuvius
-loader = vesuvius.PatchLoader(sys.argv[1], patch_size=(8, 16, 16), batch_size=1, workers=0, device="cpu", length=9)
+how = dict(patch_size=(8, 16, 16), batch_size=1, num_workers=0, device="cpu")
+loader = vesuvius.PatchLoader(sys.argv[1], batches_per_epoch=9, **how)
 loop = iter(loader)
 next(loop)
 volume = vesuvius.open_volume(sys.argv[1])
@@ -159,13 +159,16 @@ class Reads(Dataset[list[int]]):
 
 @pytest.mark.parametrize("opened", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_worker_of_a_data_loader_or_a_forked_child_is_refused(volume: Path, opened: bool) -> None:
-    with load(volume, length=4) as loader, PatchStream(loader._job, StreamOptions(4, workers=0)) as stream:
+    with (
+        load(volume, batches_per_epoch=4) as loader,
+        PatchStream(loader._job, StreamOptions(4, num_workers=0)) as stream,
+    ):
         if opened:
             next(iter(loader))
         for data, batch_size in ((loader, None), (Reads(loader), 1), (Reads(stream), 1)):
             made: Any = DataLoader(data, batch_size=batch_size, num_workers=1, multiprocessing_context="fork")
             with pytest.raises(
-                ConfigError, match=r"worker of a DataLoader.*set num_workers=0 and PatchLoader\(workers"
+                ConfigError, match=r"worker of a DataLoader.*set num_workers=0 and PatchLoader\(num_workers"
             ):
                 next(iter(made))
 
@@ -201,7 +204,7 @@ def put_indices(loader: PatchLoader, queue: Any) -> None:
 @pytest.mark.long
 def test_a_pickled_loader_continues_at_its_position(volume: Path) -> None:
     """With its state, in another process, as mp.spawn does; one whose readers run cannot be pickled."""
-    with load(volume, length=6) as loader:
+    with load(volume, batches_per_epoch=6) as loader:
         with pickle.loads(pickle.dumps(loader)) as copy:
             assert indices(copy) == list(range(24))
         list(islice(loader, 3))
@@ -229,10 +232,10 @@ def seen(loader, count=2):
 
 def load(**options):
     return vesuvius.PatchLoader(
-        sys.argv[1], patch_size=(8, 16, 16), batch_size=2, workers=0, device="cpu", normalize=False, **options
+        sys.argv[1], patch_size=(8, 16, 16), batch_size=2, num_workers=0, device="cpu", normalize=False, **options
     )
 
-early = load(length=3)
+early = load(batches_per_epoch=3)
 assert len(early) == 3
 state = load().state_dict()
 early.load_state_dict(state | {"sample_index": 8, "in_epoch": 4})
@@ -248,7 +251,7 @@ rank = distributed.get_rank()
 assert seen(early, 9) == [8 + rank, 10 + rank, 12 + rank, 14 + rank], "one of 3 batches is over"
 early.close()
 if rank == 0:
-    with load(rank=0, world=1) as alone:  # a loader of one rank waits for nobody
+    with load(rank=0, world_size=1) as alone:  # a loader of one rank waits for nobody
         assert seen(alone) == [0, 1, 2, 3]
     with load(seed=5) as lonely:
         assert seen(lonely) == [0, 2, 4, 6]
@@ -310,9 +313,9 @@ def test_an_unknown_rank_of_several_is_refused(
     volume: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with load(volume) as loader, pytest.raises(ConfigError, match=f"{variable}={value}.*pass rank and world"):
+    with load(volume) as loader, pytest.raises(ConfigError, match=f"{variable}={value}.*pass rank and world_size"):
         loader.stream  # noqa: B018
-    with load(volume, rank=1, world=2) as known:
+    with load(volume, rank=1, world_size=2) as known:
         assert indices(islice(known, 1)) == [1, 3, 5, 7]
     monkeypatch.setenv(variable, "1")
     with load(volume) as alone:

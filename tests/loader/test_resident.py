@@ -21,7 +21,9 @@ PATCH = (8, 16, 16)
 def load(path: Path | vesuvius.DataConfig, **options: Any) -> vesuvius.PatchLoader:
     if not isinstance(path, vesuvius.DataConfig):
         options["patch_size"] = PATCH
-    return vesuvius.PatchLoader(path, batch_size=4, workers=0, device="cpu", normalize=False, length=4, **options)
+    return vesuvius.PatchLoader(
+        path, batch_size=4, num_workers=0, device="cpu", normalize=False, batches_per_epoch=4, **options
+    )
 
 
 def huge(path: Path) -> Path:
@@ -32,8 +34,10 @@ def huge(path: Path) -> Path:
 
 
 def test_more_than_the_memory_is_refused_at_once_and_names_both(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resident=True needs 16\S* TiB .*, more than half of the free memory \("):
-        load(huge(tmp_path / "v.zarr"), resident=True)
+    with pytest.raises(
+        ConfigError, match=r"cache_in_memory=True needs 16\S* TiB .*, more than half of the free memory"
+    ):
+        load(huge(tmp_path / "v.zarr"), cache_in_memory=True)
 
 
 def test_a_number_in_a_data_section_bounds_the_copy_and_says_if_it_is_too_small(
@@ -45,13 +49,13 @@ def test_a_number_in_a_data_section_bounds_the_copy_and_says_if_it_is_too_small(
     for given in (4.0, 1e-6, 0, "auto"):
         data = vesuvius.DataConfig(volumes=volumes, patch_size=PATCH, resident=given)
         for argument in (None, False, True):
-            with load(data, resident=argument) as loader, caplog.at_level(logging.WARNING):
+            with load(data, cache_in_memory=argument) as loader, caplog.at_level(logging.WARNING):
                 next(iter(loader))
                 kept[given, argument] = loader.stream.has_resident
     assert [given for (given, argument), has in kept.items() if argument is None and has] == [4.0]
     assert not any(has for (_, argument), has in kept.items() if argument is False)
     assert all(has for (_, argument), has in kept.items() if argument is True)
-    assert caplog.text.count("exceed resident=1e-06 (GiB): not kept in memory") == 1
+    assert caplog.text.count("exceed cache_in_memory=1e-06 (GiB): not kept in memory") == 1
 
 
 def test_a_number_above_the_memory_is_refused(tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_a_number_above_the_memory_is_refused(tmp_path: Path) -> None:
 
 def _rank(rank: int, path: str, address: str, results: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
-    with load(Path(path), resident=True) as loader:
+    with load(Path(path), cache_in_memory=True) as loader:
         seen = [batch.image.numpy() for batch in loader]
         torch.distributed.barrier()
         mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "resident" in line}
@@ -88,7 +92,7 @@ def test_the_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
         assert process.exitcode == 0
     assert found[0][1] == found[1][1]
     assert len(found[0][1]) == 1
-    with load(path, rank=0, world=1) as alone:
+    with load(path, rank=0, world_size=1) as alone:
         every = np.concatenate([batch.image.numpy() for _ in range(2) for batch in alone])
     np.testing.assert_array_equal(found[0][0], every[0::2])
     np.testing.assert_array_equal(found[1][0], every[1::2])

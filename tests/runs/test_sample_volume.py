@@ -131,8 +131,8 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     assert records[0]["weights_sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
     assert (records[0]["seed"], records[0]["config"]["data"]["condition_classes"]) == (3, 3)
 
-    with PatchLoader(scan, labels=labels, patch_size=PATCH, batch_size=4, workers=0, augment=False, device="cpu",
-                     length=1) as loader:  # fmt: skip
+    with PatchLoader(scan, labels=labels, patch_size=PATCH, batch_size=4, num_workers=0, augment=False, device="cpu",
+                     batches_per_epoch=1) as loader:  # fmt: skip
         (batch,) = loader
     assert batch.label is not None
     for label, each in zip(batch.label, batch.samples, strict=True):

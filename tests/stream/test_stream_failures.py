@@ -128,7 +128,7 @@ def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, mo
     monkeypatch.setattr(regions, "Segment", Segment)
     monkeypatch.setattr(regions, "TASKS_PER_SEGMENT", 6)
     monkeypatch.setattr(events, "DEATHS_MAX", 0)
-    with open_stream(make_job(volume), workers=1) as stream:
+    with open_stream(make_job(volume), num_workers=1) as stream:
         assert stream._source
         source: Any = stream._source._ray
         source = source.result()
@@ -140,7 +140,7 @@ def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, mo
 
 
 def test_an_invalid_state_is_refused(volume: Path) -> None:
-    job = replace(make_job(volume, max_quarantined=5), world=2)
+    job = replace(make_job(volume, max_quarantined=5), world_size=2)
     record = {"volume": "v", "number": 0, "box": [[0, 0, 0], [8, 8, 8]], "chunk": [0, 0, 0], "cause": "torn"}
     bad_records: list[Any] = [
         {},
@@ -192,7 +192,7 @@ WRONG: list[dict[str, Any]] = [
     {"batch_size": 0},
     {"batch_size": 2.5},
     {"batch_size": True},
-    {"batch_size": 4, "workers": -1},
+    {"batch_size": 4, "num_workers": -1},
     {"batch_size": 4, "prefetch_factor": 0},
     {"batch_size": 4, "requests": 0},
 ]
@@ -211,7 +211,7 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("first", "stop"), [(-1, None), (1, None), (8, 6)])
 def test_an_invalid_sample_range_is_refused(volume: Path, first: int, stop: int | None) -> None:
     job = make_job(volume)
-    two_ranks = type(job)(**{**vars(job), "world": 2})
+    two_ranks = type(job)(**{**vars(job), "world_size": 2})
     with pytest.raises(ConfigError, match=f"first={first}, stop={stop} is not a valid"):
         open_stream(two_ranks, first=first, stop=stop)
 

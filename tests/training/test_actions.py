@@ -56,7 +56,7 @@ class Noted:
 
     @property
     def num_readers_without_resident(self) -> int:
-        return self.options.workers or self.ended_readers
+        return self.options.num_workers or self.ended_readers
 
     def reconfigure(self, **changes: Any) -> None:
         self.changes.append(changes)
@@ -95,8 +95,8 @@ def loop(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Loop]:
 @pytest.mark.parametrize(
     ("training", "changes"),
     [
-        ({"workers": 3, "prefetch_factor": 5}, {"workers": 2, "prefetch_factor": 2}),
-        ({"workers": 1, "prefetch_factor": 8}, {"workers": 1, "prefetch_factor": 4}),
+        ({"workers": 3, "prefetch_factor": 5}, {"num_workers": 2, "prefetch_factor": 2}),
+        ({"workers": 1, "prefetch_factor": 8}, {"num_workers": 1, "prefetch_factor": 4}),
         ({"workers": 1, "prefetch_factor": 1}, None),
         ({"workers": 0, "prefetch_factor": 1}, None),
     ],
@@ -111,7 +111,7 @@ def test_shrinking_halves_the_prefetch_and_stops_a_reader_but_never_the_last(
     if changes is not None:
         run.step(Order("shrink", "close to running out of memory"))
         assert run.feed.changes == [changes]
-        assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["workers"])
+        assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, changes["num_workers"])
         assert [(event["action"], event["step"]) for event in run.events] == [("shrink", 10)]
         assert not run.stop.is_requested()
 
@@ -132,7 +132,7 @@ def test_the_advice_after_an_exit_keeps_the_last_reader(
 def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> None:
     run = loop(workers=1, prefetch_factor=1)
     assert not run.step(Order("restart", "close to running out of memory"))
-    assert run.feed.changes == [{"workers": 1, "prefetch_factor": 1}]
+    assert run.feed.changes == [{"num_workers": 1, "prefetch_factor": 1}]
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = run.guard.record_exit("the machine")[1]
     assert "training.workers=1 and training.prefetch_factor=1 are already minimal" in remedy
@@ -142,13 +142,13 @@ def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> N
 def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., Loop]) -> None:
     """Also in the session after an exit, which would otherwise fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
-    run.feed.options, run.feed.ended_readers = replace(run.feed.options, workers=0), 3  # as it was full
+    run.feed.options, run.feed.ended_readers = replace(run.feed.options, num_workers=0), 3  # as it was full
     run.feed.has_resident = run.feed.resident_frees_memory = True
     run.step()
     assert run.monitor.loop_status.can_drop
     assert not run.step(Order("drop", "close to running out of memory"))
-    assert run.feed.changes == [{"workers": 3, "resident": False}]
-    assert [(event["action"], event["resident"]) for event in run.events] == [("drop", False)]
+    assert run.feed.changes == [{"num_workers": 3, "cache_in_memory": False}]
+    assert [(event["action"], event["cache_in_memory"]) for event in run.events] == [("drop", False)]
     assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
     run.guard.exit(Order("exit", "close to running out of memory"))
     remedy = "continue with --resume data.resident=0 training.workers=2 training.prefetch_factor=1"

@@ -358,7 +358,7 @@ prepared_s = time.monotonic() - started
 (volume,) = prepared.plan.volumes
 unlisted = replace(volume.foreground, map=replace(volume.foreground.map, listed=False))  # they are not really stored
 job = replace(prepared.job, plan=replace(prepared.plan, volumes=(replace(volume, foreground=unlisted),)))
-with PatchStream(job, StreamOptions(batch_size=2, workers=0)) as stream:
+with PatchStream(job, StreamOptions(batch_size=2, num_workers=0)) as stream:
     batch = next(stream)
 assert batch.patches.shape == (2, 72, 136, 136) and not batch.patches.any(), "air"
 (peak_kib,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -64,7 +64,7 @@ class OurFeed:
         self.resident = plan_resident(config, data)[0] > 0
         self._options = options = StreamOptions.from_config(config.training, config.cluster)
         tasks = math.lcm(job.plan.samples_per_task, options.batch_size) // options.batch_size
-        self.round_batches = max(options.workers, 1) * tasks  # whole tasks of each reader
+        self.round_batches = max(options.num_workers, 1) * tasks  # whole tasks of each reader
         two_passes = 2 * job.plan.slots_per_pass * job.plan.patches_per_region
         warmup = two_passes if self.resident else job.plan.regions_in_flight
         self.warmup_batches = max(2 * self.round_batches, -(-warmup // options.batch_size))
@@ -77,7 +77,7 @@ class OurFeed:
                 yield batch.patches
 
     def worker_pids(self) -> list[int]:
-        return list(self._stream.readers) if self._stream and self._options.workers else []
+        return list(self._stream.readers) if self._stream and self._options.num_workers else []
 
     def wait(self, batches_s: float, seconds: float) -> float:
         """Data wait, as a share of time, of a consumer that sleeps so long that it takes 2/3 of these batches."""
@@ -107,12 +107,12 @@ class OurLoader(OurFeed):
         with PatchLoader(
             self._data,
             batch_size=options.batch_size,
-            workers=options.workers,
+            num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor,
             seed=self._seed,
             normalize=False,
             device="cpu",
-            resident=self.resident,
+            cache_in_memory=self.resident,
         ) as loader:
             self._stream = loader.stream
             for batch in loader:

@@ -61,8 +61,8 @@ def measure_loader(args: argparse.Namespace, began: float) -> None:
     """Measure `PatchLoader` on a CPU; voxels as stored are not mirrored or rotated either."""
     how = {"normalize": False, "augment": False} if args.loader == "stored" else {}
     with PatchLoader(
-        args.volume, batch_size=_BATCH, patch_size=_PATCH, workers=args.workers, device="cpu", validation_fraction=0.05,
-        resident=args.resident, **how,
+        args.volume, batch_size=_BATCH, patch_size=_PATCH, num_workers=args.workers, device="cpu",
+        validation_fraction=0.05, cache_in_memory=args.resident, **how,
     ) as loader:  # fmt: skip
         batches = iter(loader)
         seen = hashlib.sha256(next(batches).image.numpy().tobytes())

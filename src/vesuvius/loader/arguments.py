@@ -87,7 +87,7 @@ def resident_of(given: Any, data: DataConfig) -> bool | float:
     """Return whether the volumes stay in memory, or up to how many GiB; None = as the data section states."""
     wanted = natural(data.resident if given is None else given)
     if given is not None and (not isinstance(wanted, Real) or wanted < 0):
-        raise ConfigError(f"resident {given!r} is not valid; set it to True, False or a number of GiB")
+        raise ConfigError(f"cache_in_memory {given!r} is not valid; set it to True, False or a number of GiB")
     return False if wanted == "auto" else wanted if isinstance(wanted, bool) else float(wanted)
 
 

@@ -38,7 +38,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
 
     Patches and their order depend on `seed`, the volumes and the sampling arguments alone.  A context manager: on exit
     the workers, and Ray if the loader started it, end.  All loops share one sequence of batches, and each counts its
-    own `length`.  After an error the next loop, or `next`, goes on at the batch that failed.
+    own `batches_per_epoch`.  After an error the next loop, or `next`, goes on at the batch that failed.
 
     Args:
         volumes: OME-Zarr groups or zarr arrays: a path or URL (https://, s3://, gs://, az://, hf://), a `VolumeConfig`
@@ -46,7 +46,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
             YAML file of a run.
         batch_size: batch size of this rank.
         patch_size: voxels (z, y, x); None = (72, 136, 136), or the value in `volumes`.
-        workers: number of reader processes; 0 reads in this process, without Ray.
+        num_workers: number of reader processes; 0 reads in this process, without Ray.
         seed: random seed; by default 0, or that of the YAML file.
         labels: a volume for each of `volumes`, cropped at the same position: labels, or a second scan.  Its OME scale
             and translation align it with the volume.
@@ -59,12 +59,13 @@ class PatchLoader(IterableDataset[PatchBatch]):
         augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in patch and voxel size.
         validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
-        rank, world: rank r of n gets the samples i with i mod n = r; None = from torch.distributed at the first loop.
-        length: batches per epoch and rank: what `len` returns and a `for` loop yields; None = endless.
-        epochs: the loader is exhausted after `epochs` times `length` batches, over all loops; None = unlimited.
+        rank, world_size: rank r of n gets the samples i with i mod n = r; None = those of torch.distributed at the
+            first loop.
+        batches_per_epoch: per rank: what `len` returns and a `for` loop yields; None = endless.
+        epochs: the loader is exhausted after `epochs` times `batches_per_epoch`, over all loops; None = unlimited.
         prefetch_factor: batches assembled ahead per worker.
-        resident: True = keep the decoded volumes in memory after the first pass, one copy for the ranks of a machine,
-            in at most half of the free memory; False = never; None = False, or the number of GiB in a data section.
+        cache_in_memory: True = keep the decoded volumes in memory after the first pass, one copy for the ranks of a
+            machine, in at most half of the free memory; False = never; None = False, or the GiB in a data section.
 
     Attributes:
         intensity_ranges: for each volume the intensities mapped to -1 and +1; empty with `normalize=False`.
@@ -83,7 +84,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         *,
         batch_size: int,
         patch_size: Sequence[int] | None = None,
-        workers: int = 2,
+        num_workers: int = 2,
         seed: int | None = None,
         labels: Arrays | None = None,
         label_dtype: torch.dtype | str | None = None,
@@ -94,24 +95,26 @@ class PatchLoader(IterableDataset[PatchBatch]):
         validation_fraction: float | None = None,
         device: torch.device | str | None = None,
         rank: int | None = None,
-        world: int | None = None,
-        length: int | None = None,
+        world_size: int | None = None,
+        batches_per_epoch: int | None = None,
         epochs: int | None = None,
         prefetch_factor: int = 2,
-        resident: bool | None = None,
+        cache_in_memory: bool | None = None,
     ) -> None:
         if device is not None:
             device_of(device)
         given: dict[str, Any] = {"patch_size": patch_size, "labels": labels, "mask": mask, "augment": augment}
         given |= {"min_foreground": min_foreground, "normalize": normalize, "validation_fraction": validation_fraction}
         data, seed = data_of(volumes, given, seed)
-        self._given_rank = given_rank(rank, world)
-        self._device, self._options = device, StreamOptions(batch_size, workers, prefetch_factor)
-        self._length = None if length is None else to_integer("length", length, 1)
+        self._given_rank = given_rank(rank, world_size)
+        self._device, self._options = device, StreamOptions(batch_size, num_workers, prefetch_factor)
+        self._batches_per_epoch = (
+            None if batches_per_epoch is None else to_integer("batches_per_epoch", batches_per_epoch, 1)
+        )
         self._epochs = None if epochs is None else to_integer("epochs", epochs, 1)
-        if epochs is not None and length is None:
-            raise ConfigError(f"epochs={epochs} needs the length of an epoch; set length to its number of batches")
-        self._resident = resident_of(resident, data)
+        if epochs is not None and batches_per_epoch is None:
+            raise ConfigError(f"epochs={epochs} needs the length of an epoch; set batches_per_epoch")
+        self._resident = resident_of(cache_in_memory, data)
         prepared = prepare_data(seed, data)
         self._job = prepared.job
         if self._resident:
@@ -146,7 +149,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         if self._is_running:
             raise ConfigError(
                 "A PatchLoader cannot be pickled while its workers run; close() it first, or make it in the process "
-                "that uses it (a DataLoader over it: set num_workers=0 and PatchLoader(workers=...))"
+                "that uses it (a DataLoader over it: set num_workers=0 and PatchLoader(num_workers=...))"
             )
         return {name: getattr(self, name) for name in self._pickled}
 
@@ -165,12 +168,12 @@ class PatchLoader(IterableDataset[PatchBatch]):
         self.close()
 
     def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("An endless PatchLoader has no len(); set its length=BATCHES per epoch")
-        return self._length
+        if self._batches_per_epoch is None:
+            raise TypeError("An endless PatchLoader has no len(); set batches_per_epoch")
+        return self._batches_per_epoch
 
     def __iter__(self) -> Iterator[PatchBatch]:
-        """Return an iterator over the next `length` batches; after `load_state_dict`, the rest of an unfinished epoch.
+        """Return an iterator over the next `batches_per_epoch` batches; after `load_state_dict`, the rest of an epoch.
 
         Iterators that live at the same time share the batches: each batch goes to one of them.
         """
@@ -204,7 +207,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
                 raise
             self._num_batches, self._continues = self._num_batches + 1, False
             loop.turn = self._num_batches
-            loop.samples += self._options.batch_size * self._job.world
+            loop.samples += self._options.batch_size * self._job.world_size
             self._in_epoch = loop.samples
             return batch
 
@@ -219,8 +222,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly at the position of another loader over the same plan, with any workers and device.
 
-        Also with another batch size, length or number of ranks that divides the number of samples so far.  Raises
-        ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
+        Also with another batch size, `batches_per_epoch` or number of ranks that divides the number of samples so far.
+        Raises ConfigError: not a state, or one of other volumes, seed or sampling arguments; the loader is unchanged.
         """
         check_state(state, self._job)
         in_epoch = to_integer("in_epoch of a state", state.get("in_epoch", 0), 0)
@@ -262,7 +265,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         return self._stream
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
-        """Change `workers` or `prefetch_factor` between two batches; the batches do not change.
+        """Change `num_workers` or `prefetch_factor` between two batches; the batches do not change.
 
         Raises ConfigError if there is not enough memory; the loader is unchanged.
         """
@@ -272,7 +275,11 @@ class PatchLoader(IterableDataset[PatchBatch]):
 
     @property
     def _samples_per_epoch(self) -> int | None:
-        return None if self._length is None else self._length * self._options.batch_size * self._job.world
+        return (
+            None
+            if self._batches_per_epoch is None
+            else self._batches_per_epoch * self._options.batch_size * self._job.world_size
+        )
 
     def _in_epoch_now(self) -> int:
         """Return the samples delivered in the current epoch, 0 if it is over: that of the last batch, or, if its loop
@@ -289,10 +296,10 @@ class PatchLoader(IterableDataset[PatchBatch]):
 
         Raises ConfigError: the rank is unknown, or starts elsewhere than the others.
         """
-        known = None if self._feed is None else (self._job.rank, self._job.world)
+        known = None if self._feed is None else (self._job.rank, self._job.world_size)
         if (found := self._given_rank or launched_rank(known)) != known:
             self._stop()
-            job = replace(self._job, rank=found[0], world=found[1])
+            job = replace(self._job, rank=found[0], world_size=found[1])
             check_state(self._state, job)
             target, ranges = device_of(self._device), self.intensity_ranges
             self._job, self._feed = job, DeviceFeed(target, self._options, job, ranges, self._label_dtype)

@@ -16,16 +16,16 @@ _WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # of torchrun and oth
 _checked = Counter[str]()  # comparisons of the positions of all ranks so far, by plan
 
 
-def given_rank(rank: int | None, world: int | None) -> tuple[int, int] | None:
+def given_rank(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
     """Return the rank and the number of ranks of the arguments.  Raises ConfigError for one without the other."""
-    if rank is None and world is None:
+    if rank is None and world_size is None:
         return None
-    if rank is None or world is None:
-        raise ConfigError(f"rank={rank} and world={world} are incomplete; pass both or neither")
-    rank, world = to_integer("rank", rank, 0), to_integer("world", world, 1)
-    if rank >= world:
-        raise ConfigError(f"rank {rank} does not exist with world={world}; pass 0 to {world - 1}")
-    return rank, world
+    if rank is None or world_size is None:
+        raise ConfigError(f"rank={rank} and world_size={world_size} are incomplete; pass both or neither")
+    rank, world_size = to_integer("rank", rank, 0), to_integer("world_size", world_size, 1)
+    if rank >= world_size:
+        raise ConfigError(f"rank {rank} does not exist with world_size={world_size}; pass 0 to {world_size - 1}")
+    return rank, world_size
 
 
 def launched_rank(known: tuple[int, int] | None) -> tuple[int, int]:
@@ -39,14 +39,14 @@ def launched_rank(known: tuple[int, int] | None) -> tuple[int, int]:
         if (value := os.environ.get(variable, "").strip()) not in ("", "1"):
             raise ConfigError(
                 f"The rank of this process is unknown although {variable}={value}, and all would read the same "
-                "samples; call torch.distributed.init_process_group before the first loop, or pass rank and world"
+                "samples; call torch.distributed.init_process_group before the first loop, or pass rank and world_size"
             )
     return known or (0, 1)
 
 
 def compare_positions(job: ReaderJob, sample_index: int) -> None:
     """Raise ConfigError if the first rank that began this loop began elsewhere.  Waits for no other rank."""
-    if job.world == 1 or not distributed.is_initialized() or distributed.get_world_size() != job.world:
+    if job.world_size == 1 or not distributed.is_initialized() or distributed.get_world_size() != job.world_size:
         return
     _checked[job.plan.hash] += 1
     key = f"vesuvius/{job.plan.hash}/{_checked[job.plan.hash]}"
@@ -55,5 +55,5 @@ def compare_positions(job: ReaderJob, sample_index: int) -> None:
         if int(first) != sample_index:
             raise ConfigError(
                 f"Rank {job.rank} starts at sample {sample_index}, but another rank at {int(first)}; load the same "
-                "state on all ranks; for a loader on one rank alone pass rank=0 and world=1"
+                "state on all ranks; for a loader on one rank alone pass rank=0 and world_size=1"
             )

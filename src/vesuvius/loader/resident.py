@@ -35,14 +35,16 @@ def keeps_resident(job: ReaderJob, wanted: bool | float, empty: bool = False) ->
     need, limit = Resident.size_bytes(job), ram_limit()
     if wanted is not True and need > wanted * GIB:
         if wanted and not empty:
-            log.warning("%s of decoded volumes exceed resident=%g (GiB): not kept in memory", format_size(need), wanted)
+            log.warning(
+                "%s of decoded volumes exceed cache_in_memory=%g (GiB): not kept in memory", format_size(need), wanted
+            )
         return False
     free = limit.total_bytes - (0 if empty else limit.used_bytes)
     if need > (RESIDENT_SHARE * free if wanted is True else free):
         share = "half of the free memory" if wanted is True else "the free memory"
         raise ConfigError(
-            f"resident={wanted} needs {format_size(need)} for the decoded volumes, more than {share} "
-            f"({format_size(free)}, {limit.name}); set resident=False or choose a coarser level"
+            f"cache_in_memory={wanted} needs {format_size(need)} for the decoded volumes, more than {share} "
+            f"({format_size(free)}, {limit.name}); set cache_in_memory=False or choose a coarser level"
         )
     return True
 
@@ -55,7 +57,7 @@ def open_resident(job: ReaderJob, wanted: bool | float) -> Resident | None:
     if not wanted:
         return None
     distributed, own = torch.distributed, None
-    if job.world > 1 and distributed.is_initialized() and distributed.get_world_size() == job.world:
+    if job.world_size > 1 and distributed.is_initialized() and distributed.get_world_size() == job.world_size:
         boot, pids = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
         sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with suppress(OSError, RuntimeError):  # that copy has ended, or the store has

@@ -92,10 +92,10 @@ def check_state(state: Any, job: ReaderJob) -> None:
         )
     for record in state["quarantined"]:
         parse_damaged_box(record, len(job.data.volumes))
-    if state["sample_index"] < 0 or state["sample_index"] % job.world:
+    if state["sample_index"] < 0 or state["sample_index"] % job.world_size:
         raise ConfigError(
-            f"The state is at sample {state['sample_index']}, not at a multiple of the number of ranks ({job.world}); "
-            "continue with a number of ranks that divides it"
+            f"The state is at sample {state['sample_index']}, not at a multiple of the number of ranks "
+            f"({job.world_size}); continue with a number of ranks that divides it"
         )
 
 
@@ -106,5 +106,5 @@ def check_process(what: str, pid: int) -> None:
         raise ConfigError(
             f"A {what} does not work in {'a worker of a DataLoader' if worker else 'a forked process'}: each would "
             "read the same samples; make and iterate it in one process; in a DataLoader of a PatchLoader, set "
-            "num_workers=0 and PatchLoader(workers=...)"
+            "num_workers=0 and PatchLoader(num_workers=...)"
         )

@@ -85,7 +85,7 @@ class Cutter:
         self._regions = regions
         self._on_report = on_report
         self._starved = starved
-        self._indices = range(first + job.rank, stop, job.world)
+        self._indices = range(first + job.rank, stop, job.world_size)
         self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
         self._last_slot = -1
         self.index = first + job.rank  # of the next sample

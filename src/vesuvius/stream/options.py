@@ -29,14 +29,14 @@ class StreamOptions:
     """
 
     batch_size: int  # samples per batch of this rank
-    workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
-    prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `workers: 0`)
+    num_workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
+    prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `num_workers=0`)
     requests: int | None = None  # in flight per reader on remote stores; None = `data.store.requests`
     cluster: ClusterConfig = ClusterConfig()
-    resident: bool = True  # whether to use the resident copy passed to the stream
+    cache_in_memory: bool = True  # whether to use the resident copy passed to the stream
 
     def __post_init__(self) -> None:
-        for name, minimum in {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "requests": 1}.items():
+        for name, minimum in {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1, "requests": 1}.items():
             value = getattr(self, name)
             if name != "requests" or value is not None:
                 object.__setattr__(self, name, to_integer(name, value, minimum))  # an int, as Ray refuses numpy's
@@ -52,10 +52,10 @@ class StreamOptions:
 class StreamChanges(TypedDict, total=False):
     """Options that can be changed while a stream runs."""
 
-    workers: int
+    num_workers: int
     prefetch_factor: int
     requests: int
-    resident: bool
+    cache_in_memory: bool
 
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
@@ -66,9 +66,9 @@ def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Peak bytes in use in the object store: the regions in flight, which the trainer holds, and prefetched blocks.
 
-    0 with `workers: 0`.  Pure.
+    0 with `num_workers=0`.  Pure.
     """
-    if options.workers == 0:
+    if options.num_workers == 0:
         return 0
     return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
 
@@ -77,20 +77,20 @@ def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, its current block,
     and a task being fetched to the trainer's machine.  Pure."""
     per_worker = TASKS_IN_FLIGHT * job.plan.regions_per_task + 1
-    return (options.workers * per_worker + job.plan.regions_per_task) * job.block_bytes
+    return (options.num_workers * per_worker + job.plan.regions_per_task) * job.block_bytes
 
 
 def batches_ahead(options: StreamOptions) -> int:
-    return max(options.workers, 1) * options.prefetch_factor
+    return max(options.num_workers, 1) * options.prefetch_factor
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
+    """Size of a private Ray's object store; 0 with `num_workers=0`.  Pure.
 
     The peak, plus the prefetched blocks again, because two executions overlap; plus a quarter, because Ray's limit is
     soft (0.25 GiB configured, 0.64 GiB measured); plus the plan's foreground maps, once for all readers.
     """
-    if options.workers == 0:
+    if options.num_workers == 0:
         return 0
     need = store_peak_bytes(job, options) + store_prefetch_bytes(job, options)
     return max(5 * need // 4, 2**28) + job.plan.map_bytes
@@ -106,7 +106,7 @@ def is_ray_connected() -> bool:
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
     """Raise ConfigError if /dev/shm cannot hold the object stores of all local ranks: Ray would silently use /tmp."""
     shared = Path("/dev/shm")
-    if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
+    if options.num_workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
     size = ranks * store_bytes(job, options)
     free = shutil.disk_usage(shared).free
@@ -114,7 +114,7 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
         raise ConfigError(
             f"The object store{f' of {ranks} ranks' if ranks > 1 else ''} needs {size / 2**30:.2f} GiB, but /dev/shm "
             f"has {free / 2**30:.2f} GiB free; start the container with a larger --shm-size, or lower "
-            f"data.regions_in_flight ({job.plan.regions_in_flight}) or training.workers ({options.workers})"
+            f"data.regions_in_flight ({job.plan.regions_in_flight}) or training.workers ({options.num_workers})"
         )
 
 

@@ -145,7 +145,7 @@ class RayOfStream:
 
         with self._starting:  # an earlier start may still be under way if the stream was reconfigured
             if self._session is None:
-                self._session = Session(options.cluster, options.workers, job.world, store_bytes(job, options))
+                self._session = Session(options.cluster, options.num_workers, job.world_size, store_bytes(job, options))
             if self.closed:
                 if threading.main_thread().is_alive():  # else Ray ends with the interpreter
                     self.end()
@@ -159,7 +159,7 @@ class RayOfStream:
 
     def fits(self, job: ReaderJob, options: StreamOptions) -> bool:
         """Whether Ray, if it runs, has room for the workers of these options."""
-        need = options.workers, job.world, store_bytes(job, options)
+        need = options.num_workers, job.world_size, store_bytes(job, options)
         return self._session is None or self._session.fits(*need)
 
     def end(self) -> None:

@@ -87,19 +87,21 @@ class PatchStream(Iterator[Batch]):
         self._resident, self._pid = resident, os.getpid()
         try:
             check_process("PatchStream", self._pid)
-            if first < 0 or first % job.world or (stop is not None and stop < first):
+            if first < 0 or first % job.world_size or (stop is not None and stop < first):
                 raise ConfigError(
                     f"first={first}, stop={stop} is not a valid range of samples; set first to a multiple of the "
-                    f"number of ranks ({job.world}), and stop to at least first"
+                    f"number of ranks ({job.world_size}), and stop to at least first"
                 )
             self._events = EventRecorder(job, quarantined)
         except BaseException:
             self._drop_resident()
             raise
         # Without readers no other process could read instead.
-        marker = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.workers else None
+        marker = (
+            TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.num_workers else None
+        )
         if resident is not None and job.plan.is_small and not (marker and marker.was_interrupted):
-            options = replace(options, workers=0)
+            options = replace(options, num_workers=0)
         self.options = options
         self._next_sample = first
         self._ended_readers = 0  # number that ended because the resident copy is full
@@ -139,19 +141,19 @@ class PatchStream(Iterator[Batch]):
         check_process("PatchStream", self._pid)
         if self._failure is not None:
             raise self._failure
-        if self._resident is not None and self._resident.first_pass_done and self.options.workers:
+        if self._resident is not None and self._resident.first_pass_done and self.options.num_workers:
             self._end_readers()
         if (feeder := self._feeder) is None:
             raise ClosedError("The stream is closed; open another PatchStream")
         batch = feeder.next_batch()
         if batch is None:
             raise StopIteration
-        count, world = len(batch.samples), self._job.world
-        if not np.array_equal(batch.indices, self._next_sample + self._job.rank + world * np.arange(count)):
+        count, ranks = len(batch.samples), self._job.world_size
+        if not np.array_equal(batch.indices, self._next_sample + self._job.rank + ranks * np.arange(count)):
             raise StreamOrderError(
                 f"Samples {batch.indices.tolist()} arrived out of order at {self._next_sample}; report this as a bug"
             )
-        self._next_sample += world * count
+        self._next_sample += ranks * count
         return batch
 
     def close(self) -> None:
@@ -207,7 +209,7 @@ class PatchStream(Iterator[Batch]):
         with self._changing:
             self.options = options
             self._close_readers()
-            if not options.resident:
+            if not options.cache_in_memory:
                 self._drop_resident()
             self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
@@ -217,7 +219,7 @@ class PatchStream(Iterator[Batch]):
         """Describe what delays the next batch.  Any thread may call it."""
         if (feeder := self._feeder) is None:
             return "the workers to start or stop"
-        workers, source = self.options.workers, self._source
+        workers, source = self.options.num_workers, self._source
         readers = format_count(workers, "worker") if workers else "no workers: the trainer reads the data"
         if workers and not self._ray.has_started:
             readers = f"Ray is starting {format_count(workers, 'worker')}"
@@ -239,14 +241,14 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def resident_frees_memory(self) -> bool:
-        """Whether `reconfigure(resident=False)` frees memory, as the regions in flight then take some."""
+        """Whether `reconfigure(cache_in_memory=False)` frees memory, as the regions in flight then take some."""
         held = (self._job.plan.regions_in_flight + REGIONS_AHEAD) * self._job.block_bytes
         return self._resident is not None and Resident.size_bytes(self._job) > held
 
     @property
     def num_readers_without_resident(self) -> int:
         """Number of readers to use without the resident copy: the current ones, or those it made unnecessary."""
-        return self.options.workers or self._ended_readers
+        return self.options.num_workers or self._ended_readers
 
     @property
     def reader_deaths(self) -> int:
@@ -254,8 +256,8 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def num_readers_with_work(self) -> int:
-        """Number of readers that still have tasks: fewer than `options.workers` near the end of the samples."""
-        return min(self.options.workers, self._source.tasks_left) if self._source else self.options.workers
+        """Number of readers that still have tasks: fewer than `options.num_workers` near the end of the samples."""
+        return min(self.options.num_workers, self._source.tasks_left) if self._source else self.options.num_workers
 
     @property
     def num_readers_alive(self) -> int | None:
@@ -264,8 +266,8 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def max_blocks_ahead(self) -> int:
-        """Maximum number of blocks that readers produce ahead of the trainer; 0 with `workers: 0`."""
-        return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.workers else 0
+        """Maximum number of blocks that readers produce ahead of the trainer; 0 with `num_workers=0`."""
+        return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.num_workers else 0
 
     @property
     def reader_totals(self) -> ReaderTotals:
@@ -303,7 +305,7 @@ class PatchStream(Iterator[Batch]):
 
     def _open_source(self, job: ReaderJob, tasks: Iterator[Task]) -> RegionSource:
         local_slots = None
-        if self.options.workers:
+        if self.options.num_workers:
             if not self._ray.fits(job, self.options):
                 self._ray.end()
             local_slots = 0
@@ -332,7 +334,7 @@ class PatchStream(Iterator[Batch]):
         with self._changing:
             self._close_readers()
             self._ray.end()
-            self._ended_readers, self.options = self.options.workers, replace(self.options, workers=0)
+            self._ended_readers, self.options = self.options.num_workers, replace(self.options, num_workers=0)
             self._open_readers()
         text = (
             f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the workers ended in "
@@ -347,7 +349,7 @@ class PatchStream(Iterator[Batch]):
 
     def _take_report(self, report: BlockReport) -> None:
         """Process a reader's report, on the feeder's thread."""
-        died = self._readers.add(report, self.options.workers)
+        died = self._readers.add(report, self.options.num_workers)
         if died is not None and (source := self._source) is not None:
             source.report_replaced(report.actor, *died)
         for record in report.quarantined:

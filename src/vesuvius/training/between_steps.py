@@ -184,7 +184,10 @@ class GuardActions:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._options = StreamOptions.from_config(run.config.training, run.config.cluster)  # as last seen
-        self._kept, self._readers_again = False, self._options.workers  # whether volumes were, and readers without them
+        self._kept, self._readers_again = (
+            False,
+            self._options.num_workers,
+        )  # whether volumes were, and readers without them
         self.reason: str | None = None
 
     def exit(self, order: Order) -> None:
@@ -200,7 +203,7 @@ class GuardActions:
         if order is not None and order.action != "exit":
             self._reopen(order, feed)
             monitor.carried_out()
-        stream, workers, smaller = feed.stream, self._options.workers, self._smaller()
+        stream, workers, smaller = feed.stream, self._options.num_workers, self._smaller()
         monitor.loop_status = LoopStatus(
             step=self._run.progress.step,
             step_s=longest_step_s,
@@ -208,17 +211,17 @@ class GuardActions:
             local_readers=stream.local_readers(),
             workers=workers,
             can_drop=stream.resident_frees_memory,
-            can_shrink=(smaller.workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
+            can_shrink=(smaller.num_workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
 
     def record_exit(self, limit_name: str) -> tuple[str, str]:
         """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""
         assert self.reason is not None
         self._record("exit", self.reason)
-        self._options = replace(self._options, workers=self._readers_again)
-        workers, kept = self._smaller().workers, "data.resident=0 " if self._kept else ""
+        self._options = replace(self._options, num_workers=self._readers_again)
+        workers, kept = self._smaller().num_workers, "data.resident=0 " if self._kept else ""
         remedy = f"continue with --resume {kept}training.workers={workers} training.prefetch_factor=1"
-        if not kept and workers == self._options.workers and self._options.prefetch_factor == 1:
+        if not kept and workers == self._options.num_workers and self._options.prefetch_factor == 1:
             remedy = (
                 "continue with --resume once more memory is free, or with a smaller data.regions_in_flight; "
                 f"training.workers={workers} and training.prefetch_factor=1 are already minimal"
@@ -228,17 +231,17 @@ class GuardActions:
 
     def _smaller(self) -> StreamOptions:
         """Return half the prefetch and one reader less, but at least one: its memory would move to the trainer."""
-        workers = max(self._options.workers - 1, min(self._options.workers, 1))
-        return replace(self._options, workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
+        workers = max(self._options.num_workers - 1, min(self._options.num_workers, 1))
+        return replace(self._options, num_workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
         options = self._smaller() if order.action == "shrink" else self._options
-        changes: StreamChanges = {"workers": options.workers, "prefetch_factor": options.prefetch_factor}
-        text = ", ".join(f"training.{key}={value}" for key, value in changes.items())
+        changes: StreamChanges = {"num_workers": options.num_workers, "prefetch_factor": options.prefetch_factor}
+        text = f"training.workers={options.num_workers}, training.prefetch_factor={options.prefetch_factor}"
         if order.action == "restart":
             text = "restarting leaking workers"
         if order.action == "drop":
-            changes = {"workers": self._readers_again, "resident": False}
+            changes = {"num_workers": self._readers_again, "cache_in_memory": False}
             text = "dropping the volumes kept in memory; they are read again (data.resident=0)"
         log.warning("memory guard: %s: %s", text, order.reason)
         self._record(order.action, order.reason, **changes)

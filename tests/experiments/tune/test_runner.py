@@ -131,7 +131,7 @@ def test_one_trainer_measures_trial_after_trial(config: Config, trials: Path) ->
         assert len(records_of(run, "validation")) == 1
         assert (trials / "000.log").read_text().count("saved ") == 1
         changes = [event for event in records_of(run, "event") if event["event"] == "reconfigured"]
-        assert [(event["workers"], event["prefetch_factor"]) for event in changes] == [(0, 4)]
+        assert [(event["num_workers"], event["prefetch_factor"]) for event in changes] == [(0, 4)]
 
         # Another batch is another process, with another seed.  It does not measure the data again.
         facts = read_facts(trials / "data_facts.pt", config.data)

@@ -154,7 +154,7 @@ def interrupted():
 when, source._RAY_START_TIMEOUT_S = sys.argv[2], float(sys.argv[3])
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(8, 16, 16), regions_in_flight=8)
 with PatchStream(
-    prepare_data(0, data).job, StreamOptions(batch_size=4, workers=1), interrupted=interrupted
+    prepare_data(0, data).job, StreamOptions(batch_size=4, num_workers=1), interrupted=interrupted
 ) as stream:
     print(next(stream).indices.tolist())
     try:

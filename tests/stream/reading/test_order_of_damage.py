@@ -127,7 +127,7 @@ def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJo
         expected, _ = collect(stream, 96)
     for first in (6, 34, 70):
         for rank in range(world):
-            part = ReaderJob(**{**vars(job), "rank": rank, "world": world})
+            part = ReaderJob(**{**vars(job), "rank": rank, "world_size": world})
             with open_stream(part, batch_size=1, first=first) as stream:
                 patches, indices = collect(stream, 6)
             np.testing.assert_array_equal(patches, expected[indices])
@@ -139,6 +139,6 @@ def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJo
 def test_ray_readers_deliver_the_same_samples(job: ReaderJob, workers: int) -> None:
     with open_stream(job, batch_size=8) as stream:
         expected, _ = collect(stream, 150)
-    with open_stream(job, batch_size=8, workers=workers) as stream:
+    with open_stream(job, batch_size=8, num_workers=workers) as stream:
         patches, _ = collect(stream, 150)
     assert patches.tobytes() == expected.tobytes()

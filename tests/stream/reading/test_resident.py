@@ -131,16 +131,16 @@ def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_pa
         expected, places = take(reading, count), reading.quarantined
     with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
         assert take(stream, 1) == expected[:1]
-        assert stream.options.workers == 2
+        assert stream.options.num_workers == 2
         assert take(stream, count - 1) == expected[1:]
-        assert stream.options.workers == stream.num_readers_with_work == stream.max_blocks_ahead == 0
+        assert stream.options.num_workers == stream.num_readers_with_work == stream.max_blocks_ahead == 0
         assert [event.kind for event in stream.events if event.kind != "quarantine"] == ["resident"]
         assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
 
 
 def test_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
     job = two_volumes(tmp_path)
-    ranks = [replace(job, rank=rank, world=2) for rank in range(2)]
+    ranks = [replace(job, rank=rank, world_size=2) for rank in range(2)]
     count = batches_of_passes(job, 2, batch=8)
     expected, alone = list[Seen](), 0
     for one in ranks:
@@ -177,7 +177,7 @@ def test_the_copy_can_be_dropped_between_two_batches(tmp_path: Path) -> None:
         seen = take(stream, 30)
         assert stream.has_resident
         assert any(in_use())
-        stream.reconfigure(resident=False)
+        stream.reconfigure(cache_in_memory=False)
         assert not stream.has_resident
         assert not any(in_use())
         assert seen + take(stream, 30) == expected
@@ -202,13 +202,13 @@ def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("large_volumes")
 def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""
-    job, asked = replace(plain(tmp_path), world=world), list[int]()
+    job, asked = replace(plain(tmp_path), world_size=world), list[int]()
     resident = Resident(job, sharers=world)
     monkeypatch.setattr(RayOfStream, "start", lambda self, job, options, tasks: LocalRegions(job, tasks))
     with PatchStream(job, StreamOptions(4, 2), resident=resident) as stream:
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
-            asked.append(stream.options.workers)
+            asked.append(stream.options.num_workers)
         assert stream.num_readers_without_resident == 2
     before = (job.plan.slots_per_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // (4 * world)
     assert 0.7 * before < asked.count(2) <= 1.1 * batches_of_passes(job, 1, 4 * world)

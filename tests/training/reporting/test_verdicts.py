@@ -75,7 +75,7 @@ class WorkingPath(StillStream):
 
     def work(self, **figures: Any) -> None:
         """One second of decoding and cutting."""
-        decode_s = self.reader_totals.decode_s + 0.95 * self.options.workers
+        decode_s = self.reader_totals.decode_s + 0.95 * self.options.num_workers
         self._blocks += self.blocks_a_step
         self.reader_totals = replace(self.reader_totals, decode_s=decode_s, blocks=int(self._blocks))
         more = FeederStats(0.01, 0.97, 0.0, 2, 2 * self.runs_empty, 4000)
@@ -95,7 +95,7 @@ class Judged:
     ranks: Ranks = SINGLE
 
     def __post_init__(self) -> None:
-        self.path = WorkingPath(StreamOptions(2, workers=2))
+        self.path = WorkingPath(StreamOptions(2, num_workers=2))
         run = replace(run_context(self.config, self.directory), ranks=self.ranks)
         self.machine = FixedMachine(self.rates, self.short)
         self.verdicts = Verdicts(run, self.path, self.machine)
@@ -184,7 +184,7 @@ def test_ranks_of_one_node_share_its_idle_cores(
         (directory := tmp_path / str(world)).mkdir()
         ranks = Ranks(0, 64, local_world=world)
         one = Judged(read_config(tiny_config(monitor={"verdict_every": 10}), ()), directory, rates, ranks=ranks)
-        one.path.options = replace(one.path.options, workers=len(readers))
+        one.path.options = replace(one.path.options, num_workers=len(readers))
         one.path.readers = {pid: ReaderStats() for pid in readers}
         one.steps(1, 20, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
         overrides.append(one.records[-1]["overrides"])

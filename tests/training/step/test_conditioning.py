@@ -85,7 +85,7 @@ def test_a_condition_is_augmented_with_its_patch(tmp_path: Path) -> None:
     )
     data = prepare_data(0, config.data)
     intensities = data.intensity_ranges(config.data)
-    options = StreamOptions(8, workers=0)
+    options = StreamOptions(8, num_workers=0)
     conditioner = Conditioner(None, intensities.conditions, CPU)
     feed = TrainingFeed(DeviceFeed(CPU, options, data.job, intensities.volumes), conditioner)
     with feed.open():

@@ -39,7 +39,7 @@ def test_the_batch_kept_for_diagnosis_holds_its_voxels_after_later_batches(
 def test_noise_depends_only_on_the_sample_index(tmp_path: Path, device: torch.device) -> None:
     _, data, options = textured_feed(tmp_path, device)
     for rank, world, first in [(0, 1, 0), (1, 2, 0), (2, 3, 30)]:
-        job = replace(data.job, rank=rank, world=world)
+        job = replace(data.job, rank=rank, world_size=world)
         voxels = DeviceFeed(device, options, job, [IntensityRange(0, 1000)])
         feed = TrainingFeed(voxels, Conditioner(None, [], device))
         with feed.open(first=first, stop=first + 5 * world):

@@ -109,7 +109,12 @@ class TuneWorker:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
                 if (knobs := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
                     run.watchdog.expects("batch", "the workers to start")
-                    self._stream.reconfigure(**knobs)  # raises ConfigError if impossible, which ends this trainer
+                    # Raises ConfigError if impossible, which ends this trainer.
+                    self._stream.reconfigure(
+                        num_workers=knobs["workers"],
+                        prefetch_factor=knobs["prefetch_factor"],
+                        requests=knobs["requests"],
+                    )
                     self._loop.monitor.readers_changed()
                     self._begin_with_readers(knobs)
                 match command["kind"]:
@@ -225,7 +230,7 @@ class TuneWorker:
         self._sample_memory()
 
     def _length(self, batch: int, seconds: float) -> TrialLength:
-        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.workers), seconds)
+        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.num_workers), seconds)
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight."""
@@ -250,7 +255,7 @@ class TuneWorker:
 
     def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
         """The measurement; samples read ahead count with the time that the readers need for them."""
-        plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.workers
+        plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.num_workers
         # The cold start of the readers counts only if nothing was read later.
         before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
         reader_s, decode_s = reader_times(before, now, plan.patches_per_region) or (None, None)

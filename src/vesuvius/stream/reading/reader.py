@@ -54,7 +54,7 @@ class ReaderJob:
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     # folder on each machine for the reading logs of Ray readers; None = a temporary one
     reading_log_dir: str | None = None
 
@@ -76,7 +76,7 @@ class ReaderJob:
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """Yield the tasks, in reading order, for this rank's samples first <= i < stop."""
-        return self.plan.tasks(first, stop, self.rank, self.world)
+        return self.plan.tasks(first, stop, self.rank, self.world_size)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Resident:
         self.volumes: list[ResidentVolume] = []
         self._taken, self._slots_per_pass = 0, job.plan.slots_per_pass
         # Ranks that read the same region do not share a pass.
-        self._sharers = min(sharers, job.world / job.plan.reads_per_region(job.world)) if sharers > 1 else 1
+        self._sharers = min(sharers, job.world_size / job.plan.reads_per_region(job.world_size)) if sharers > 1 else 1
         start = 0
         for volume in job.plan.volumes:
             views = []

@@ -202,7 +202,7 @@ class PreparedData:
 
 
 def prepare_data(
-    seed: int, config: DataConfig, rank: int = 0, world: int = 1, splits: Sequence[Split] | None = None
+    seed: int, config: DataConfig, rank: int = 0, world_size: int = 1, splits: Sequence[Split] | None = None
 ) -> PreparedData:
     """Open and check all volumes and make the plan.
 
@@ -249,7 +249,7 @@ def prepare_data(
         for spec, volume, split, foreground in zip(config.volumes, volumes, splits, maps, strict=True)
     ]
     plan = make_plan(seed, config, planned)
-    job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world=world)
+    job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world_size=world_size)
     return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
 
 

@@ -74,7 +74,7 @@ def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
         resumed = replace(resumed, state=load_checkpoint(where(resumed.checkpoint), verified=True))
-    data = replace(checked.data, job=replace(checked.data.job, rank=rank, world=world))
+    data = replace(checked.data, job=replace(checked.data.job, rank=rank, world_size=world))
     return replace(checked, directory=checked.directory.of_rank(rank), data=data, resumed=resumed)
 
 

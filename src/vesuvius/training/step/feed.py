@@ -88,7 +88,7 @@ class TrainingFeed:
         batch, stored = self._feed.next(clock)
         with clock.waiting():
             eps = self._noise.result()[: len(stored.samples)]
-        self._noise = self._prefetch_noise(int(stored.indices[-1]) + self._feed.job.world)
+        self._noise = self._prefetch_noise(int(stored.indices[-1]) + self._feed.job.world_size)
         (eps,) = self._feed.copy([eps], clock)
         with clock.computing("forward"):
             return self._assemble(batch, stored, eps)
@@ -99,7 +99,7 @@ class TrainingFeed:
 
     def _prefetch_noise(self, first: int) -> Future[Tensor]:
         """Draw the noise of the batch that starts at sample `first`; the stream guarantees that it comes next."""
-        indices = first + self._feed.job.world * np.arange(self._feed.options.batch_size)
+        indices = first + self._feed.job.world_size * np.arange(self._feed.options.batch_size)
         return self._drawer.submit(self._draw, indices, pinned=self._feed.device.type == "cuda")
 
     def _assemble(self, batch: PatchBatch, stored: Batch, eps: Tensor) -> TrainingBatch:
