@@ -48,7 +48,7 @@ def session_record(**fields: object) -> SessionRecord:
         host=os.uname().nodename,
         boot_id=boot_id(),
         pid=2**22 + 1,  # above the highest possible pid
-        started_s=1.0,
+        started_s=time.clock_gettime(time.CLOCK_BOOTTIME),  # later than the first process of a container
         begin_time=time.time() - 3600,
         workers=4,
         limits=MemoryPolicy(ray_share=0.95),
