@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from vesuvius.stream.ray.session import Session
 
 _POLL_S = 0.5
 _SILENT_S = 3600.0
-_IN_FLIGHT = 2  # tasks per actor, so that it need not wait for the next
+_IN_FLIGHT = 2  # tasks per actor, on a thread each: one reads and writes while the network computes
 _RETRIES = 3
 _STORE_BYTES = 2**27  # the object store carries no voxels
 
@@ -41,7 +42,9 @@ def ray_workers(
         have = float(ray.cluster_resources().get(resource, 0))  # type: ignore[no-untyped-call]
         if count > have:
             raise ConfigError(f"--workers {count} exceeds the {have:g} {resource}s of the Ray cluster; lower --workers")
-        kind: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=_RETRIES)(_Worker)
+        remote: Any = ray.remote
+        again = {"max_restarts": -1, "max_task_retries": _RETRIES}
+        kind = remote(num_cpus=1, num_gpus=gpus, max_concurrency=_IN_FLIGHT, **again)(_Worker)
         # Ray drops the arguments of a started actor; a reference that we hold is still there for a restart.
         runner_ref = ray.put(open_runner)
         actors += [kind.remote(runner_ref) for _ in range(count)]
@@ -54,11 +57,12 @@ def ray_workers(
 
 class _Worker:
     def __init__(self, open_runner: OpenRunner) -> None:
-        self._open_runner = open_runner
+        self._open_runner, self._opening = open_runner, threading.Lock()
         self._runner: TaskRunner | None = None
 
     def run(self, task: Task) -> Task:
-        self._runner = self._runner or self._open_runner()
+        with self._opening:
+            self._runner = self._runner or self._open_runner()
         return self._runner.run(task)
 
 

@@ -14,9 +14,10 @@ from vesuvius.diffusion.sampler import Estimate, NoiseLevel, rho_levels
 from vesuvius.diffusion.schedule import Schedule, spectral_betas, x_0_and_eps
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.volume.passes import Pass, SamplingJob, advance, block_noise, correct_known
+from vesuvius.generate.volume.steps import SamplingRunner, TiledRun, active_blocks
 from vesuvius.predict.progress import ProgressReporter
 from vesuvius.predict.ray_workers import ray_workers
-from vesuvius.predict.tasks import BlockArray, Blocks, TaskRunner, TiledRun, active_blocks, run_locally
+from vesuvius.predict.tasks import BlockArray, Blocks, run_locally
 from vesuvius.predict.tiling import Tiling, overlap_slices
 from vesuvius.volumes.box import Box, shape_of, slices
 
@@ -109,8 +110,8 @@ def filled(
     return x
 
 
-def runner_of(job: SamplingJob, folder: Path, estimate: Estimate) -> TaskRunner:
-    return TaskRunner(job, folder, lambda step, x, condition: estimate(x, job.passes[step].level)[0])
+def runner_of(job: SamplingJob, folder: Path, estimate: Estimate) -> SamplingRunner:
+    return SamplingRunner(job, folder, lambda step, x, condition: estimate(x, job.passes[step].level)[0])
 
 
 def drawn(
@@ -125,7 +126,7 @@ def drawn(
         live = active_blocks(job.tiling, lambda box: np.isnan(known.read(box)), progress)
     sampling = TiledRun(job, folder, progress, live)
 
-    def open_runner() -> TaskRunner:
+    def open_runner() -> SamplingRunner:
         return runner_of(job, folder, estimate)
 
     by = run_locally(open_runner) if workers == 1 else ray_workers(open_runner, workers, 0, None, progress.check)

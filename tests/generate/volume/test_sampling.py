@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -31,18 +32,10 @@ from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.volume.passes import START, STEP, SamplingJob, block_noise, make_passes
 from vesuvius.generate.volume.run import state_bytes
+from vesuvius.generate.volume.steps import State, Step, active_blocks
 from vesuvius.predict import ray_workers
 from vesuvius.predict.progress import ProgressReporter
-from vesuvius.predict.tasks import (
-    BlockArray,
-    Job,
-    State,
-    TaskRunner,
-    TiledRun,
-    active_blocks,
-    delete_unflushed_tiles,
-    run_locally,
-)
+from vesuvius.predict.tasks import BlockArray, delete_unflushed
 from vesuvius.predict.tiling import even_tiling
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
@@ -82,18 +75,6 @@ def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, 
     np.testing.assert_array_equal(BlockArray(tmp_path / last / "x", TILING).read(ALL), found)
 
 
-def test_any_network_is_evaluated_on_the_tiles_of_its_input(tmp_path: Path) -> None:
-    """A network that squares what it sees knows no neighbors: blended tiles are the square of the volume."""
-    voxels, plain = first_noise()[0, 0], Job(TILING, 3)
-    given = BlockArray(tmp_path / "input", TILING)
-    for block in range(TILING.blocks):
-        given.write(block, voxels[slices(TILING.block_box(block))].numpy())
-    running = TiledRun(plain, tmp_path, ProgressReporter(), range(TILING.blocks))
-    with run_locally(lambda: TaskRunner(plain, tmp_path, lambda step, x, condition: x.square())) as run_tasks:
-        found = running.run(run_tasks).read(ALL)
-    np.testing.assert_allclose(found, voxels.square().numpy(), rtol=1e-6)
-
-
 def test_noise_is_white_and_depends_only_on_seed_step_and_block() -> None:
     wide = even_tiling((8, 12, 18), PATCH, 0.25)
     np.testing.assert_array_equal(block_noise(7, STEP, 3, wide, 0), block_noise(7, STEP, 3, TILING, 0))
@@ -116,12 +97,12 @@ def test_any_order_of_tasks_gives_the_same_bits(tmp_path: Path) -> None:
     runner, rng = runner_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
     blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
     for block in rng.sample(blocks, len(blocks)):
-        runner.step_block(-1, block)
+        runner.write_block(-1, block)
     for number in range(4):
         for batch in rng.sample(batches, len(batches)):
             runner.evaluate_tiles(number, batch)
         for block in rng.sample(blocks, len(blocks)):
-            runner.step_block(number, block)
+            runner.write_block(number, block)
     np.testing.assert_array_equal(State(tmp_path / "mixed", TILING, 4).x.read(ALL), expected)
 
 
@@ -210,11 +191,12 @@ def test_tiles_are_recomputed_after_a_crash_of_the_machine(tmp_path: Path) -> No
     folder = tmp_path / "crashed"
     runner, state = runner_of(job(), folder, ESTIMATE), State(folder, TILING, 0)
     for block in range(TILING.blocks):
-        runner.step_block(-1, block)
-    state.tile(3).parent.mkdir()
-    state.tile(3).write_bytes(bytes(4 * math.prod(PATCH)))  # its name has reached the disk, and its voxels have not
+        runner.write_block(-1, block)
+    state.tiles.file(3).parent.mkdir()
+    # its name has reached the disk, and its voxels have not
+    state.tiles.file(3).write_bytes(bytes(4 * math.prod(PATCH)))
     (folder / "boot").write_text("another")
-    delete_unflushed_tiles(folder)
+    delete_unflushed(folder, "*/tiles")
     np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
 
 
@@ -291,12 +273,11 @@ def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) ->
         on_disk = state_bytes(work, every, 1)
         state = State(tmp_path, work.tiling, 1)
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
-        found = list(
-            TiledRun(work, tmp_path, ProgressReporter(), every).run_group(0, list(range(32)), lambda parts: iter(parts))
-        )
+        rolling = Step(work, state, State(tmp_path, work.tiling, 2), every)
+        found = list(itertools.islice(rolling.run(every, 16, lambda tasks: iter(tasks)), 64))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert all(part.is_batch for part in found[:9])
+    assert all(task.kind == "tiles" for task in found[:9])
     assert on_disk >= 2 * edge**3 * 4
     assert peak < 24 * 2**20

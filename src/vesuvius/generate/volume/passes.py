@@ -7,7 +7,7 @@ index of the block).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +18,14 @@ from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import Coefficients, NoiseLevel, combined, step_table
 from vesuvius.diffusion.schedule import x_0_and_eps
-from vesuvius.predict.tasks import Fields, Job, Read
+from vesuvius.predict.tasks import Job
 from vesuvius.predict.tiling import Tiling
 from vesuvius.volumes.box import shape_of
+
+Fields = dict[str, Tensor]
+"""Voxels of a block by name, each in the shape of its box."""
+Read = Callable[[str], Tensor]
+"""Reads a field of the block's state, or of what the job is given."""
 
 START, STEP = 0, 1
 """Noise streams: of the first state, and of a sampler step."""
@@ -124,6 +129,7 @@ class SamplingJob(Job):
 
     @property
     def given(self) -> dict[str, str]:
+        """Names and dtypes of the arrays that exist in the folder from the start."""
         known = {"known": "float32"} if self.inpaint else {}
         return known if self.condition is None else known | {"condition": self.condition}
 
@@ -136,6 +142,7 @@ class SamplingJob(Job):
         return {"x": x}
 
     def next(self, step: int, block: int, read: Read, blended: Tensor | None) -> Fields:
+        """Return the next state of a block from the blended results of the tiles over it; None = it is not active."""
         this, x = self.passes[step], read("x")
         x_0 = torch.zeros_like(x) if blended is None else blended
         if self.inpaint:

@@ -31,11 +31,12 @@ from vesuvius.generate.common import (
     translate_gpu_oom,
 )
 from vesuvius.generate.sample_zarr import to_intensities
+from vesuvius.generate.volume import steps
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.passes import SamplingJob
-from vesuvius.predict import tasks
+from vesuvius.generate.volume.steps import SamplingRunner, TiledRun
 from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
-from vesuvius.predict.tasks import BlockArray, Blocks, RunTasks, TaskRunner, TiledRun
+from vesuvius.predict.tasks import BlockArray, Blocks, RunTasks, delete_unflushed, run_locally
 from vesuvius.predict.tiling import even_tiling
 from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
@@ -91,7 +92,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 storage_errors(str(target.path), "free some space and run the same command again to resume"),
             ):
                 folder.mkdir(exist_ok=True)
-                tasks.delete_unflushed_tiles(folder)
+                delete_unflushed(folder, "*/tiles")
                 if volume.job.inpaint and not note.exists():
                     write_atomically(note, np.fromiter(active, np.int64).tobytes())
                 sampling = TiledRun(volume.job, folder, progress, active)
@@ -111,7 +112,7 @@ def forecast_volume(request: VolumeRequest) -> str:
         for _ in range(2):  # the first call is warm-up
             started = time.monotonic()
             evaluate(0, x, None).sum().item()
-        batches = job.count_batches(active)
+        batches = steps.count_batches(job, active)
         tiles = min(batches * job.batch_size, job.tiling.tiles)
         seconds = (time.monotonic() - started) * job.steps * batches / max(1, min(workers, batches))
         return (
@@ -175,7 +176,7 @@ class _Volume:
             return range(self.job.tiling.blocks)
         if note.is_file():
             return dict.fromkeys(np.fromfile(note, np.int64).tolist())
-        return tasks.active_blocks(self.job.tiling, self.inputs.gaps, self.progress)
+        return steps.active_blocks(self.job.tiling, self.inputs.gaps, self.progress)
 
     def fill(self, folder: Path, used: Blocks) -> None:
         """Write the arrays that the job is given, by blocks."""
@@ -202,7 +203,7 @@ class _Volume:
         absolute = replace(request, checkpoint=request.checkpoint.resolve())
         open_runner = partial(_open_runner, job, folder.resolve(), absolute)
         if self.workers == 1 and request.cluster is None:
-            return tasks.run_locally(open_runner)
+            return run_locally(open_runner)
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         gpus = int(self._device.type == "cuda")
@@ -265,13 +266,13 @@ class _Volume:
 
 def state_bytes(job: SamplingJob, active: Blocks, workers: int) -> int:
     """Return the largest size of a state on disk."""
-    tiling, used = job.tiling, len(tasks.used_blocks(job, active))
+    tiling, used = job.tiling, len(steps.used_blocks(job, active))
     block_voxels = math.prod(tiling.patch_zyx)
     fields = (4 if any(step.keeps_x_0 for step in job.passes) else 2) + job.inpaint
     voxel_bytes = 4 * fields + (np.dtype(job.condition).itemsize if job.condition else 0)
-    # Tiles are kept for the rows along z over a group of blocks and over the row of blocks before it.
+    # Tiles are kept for the rows along z over two groups of blocks and over the row of blocks before them.
     starts = tiling.starts[0]
-    depth = tiling.patch_zyx[0] * (2 + -(-tasks.BLOCKS_PER_GROUP * workers // math.prod(tiling.block_grid[1:])))
+    depth = tiling.patch_zyx[0] * (2 + -(-2 * steps.BLOCKS_PER_GROUP * workers // math.prod(tiling.block_grid[1:])))
     rows = min(len(starts), 2 + depth // (starts[1] - starts[0] if len(starts) > 1 else depth))
     return block_voxels * (used * voxel_bytes + 4 * rows * math.prod(tiling.tile_grid[1:]))
 
@@ -309,13 +310,12 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
         yield volume
 
 
-def _evaluate_by(network: Network, job: SamplingJob) -> tasks.Evaluate:
+def _evaluate_by(network: Network, job: SamplingJob) -> steps.Evaluate:
     def evaluate(step: int, x: Tensor, condition: NDArray[Any] | None) -> Tensor:
         return network.estimate_for(condition, len(x))(x.to(network.device), job.passes[step].level)[0]
 
     return evaluate
 
 
-def _open_runner(job: SamplingJob, folder: Path, request: GenerateRequest) -> TaskRunner:
-    torch.set_num_threads(1)  # the same order of summation on every machine
-    return TaskRunner(job, folder, _evaluate_by(Network(request), job))
+def _open_runner(job: SamplingJob, folder: Path, request: GenerateRequest) -> SamplingRunner:
+    return SamplingRunner(job, folder, _evaluate_by(Network(request), job))
