@@ -27,6 +27,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.threads import end_later
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import ClosedError
+from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,14 @@ class PatchLoader(IterableDataset[PatchBatch]):
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
         if natural(normalize) is not False:
             self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
+        rule = natural(normalize) is not False and (
+            data.normalize.low is None or [data.normalize.low, data.normalize.high]
+        )
+        ranges = zip(map(array_key, prepared.volumes), self.intensity_ranges, strict=False)
+        self._normalization: dict[str, Any] = {
+            "normalize": rule,
+            "intensity_ranges": {key: [each.low, each.high] for key, each in ranges},
+        }
         self._label_dtype = dtype_of_labels(label_dtype, self._job.condition_dtype)
         self._state: dict[str, Any] = {
             "seed": seed,
@@ -212,12 +221,13 @@ class PatchLoader(IterableDataset[PatchBatch]):
             return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain data, for a checkpoint between two batches.
+        """Return the position and the normalization as plain data, for a checkpoint between two batches.
 
+        `predict_volume` normalizes a volume by it; `load_state_dict` ignores the normalization.
         Identical on all ranks, except for the damaged chunks that each has met.
         """
         state = self._stream.state_dict() if self._stream and self._is_running else self._state
-        return state | {"in_epoch": self._in_epoch_now()}
+        return state | {"in_epoch": self._in_epoch_now()} | self._normalization
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly at the position of another loader over the same plan, with any workers and device.
@@ -326,6 +336,11 @@ class PatchLoader(IterableDataset[PatchBatch]):
             self._stop()
             raise ClosedError(_CLOSED)
         return self._stream
+
+
+def array_key(volume: Volume) -> str:
+    """Return the address, level and selected channel of a volume, by which a state knows its intensity range."""
+    return f"{volume.name} {list(volume.spec.select)}"
 
 
 class _Loop(Iterator[PatchBatch]):

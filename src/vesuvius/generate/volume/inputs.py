@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -19,6 +16,7 @@ from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.generate.sample_zarr import to_model_values
+from vesuvius.predict.inputs import stored_stamp
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import DataFacts
@@ -99,7 +97,7 @@ class Inputs:
         for name, volume in self.volumes.items():
             assert self.shape_zyx is not None
             box = self._alignments[name].array_box(box_at(self._origin, self.shape_zyx))
-            record[name] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
+            record[name] = [volume.name, metadata_hash(volume.array), stored_stamp(volume, box)]
         return record
 
     def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
@@ -167,18 +165,6 @@ class TrainingCondition(Inputs):
         """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
         boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
         return np.stack([self.read("condition", box) for box in boxes])
-
-
-def _stored_stamp(volume: Volume, box: Box) -> str | None:
-    """Return a hash of the sizes and times of the files in a box; None for a remote volume."""
-    if volume.source.remote:
-        return None
-    root, found = Path(volume.source.address), hashlib.sha256()
-    for key, _ in itertools.groupby(map(volume.grid.key_of, volume.grid.chunks_of(box))):
-        if (root / key).exists():
-            stat = (root / key).stat()
-            found.update(f"{key} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return found.hexdigest()[:16]
 
 
 def _common_shape(

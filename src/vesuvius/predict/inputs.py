@@ -1,0 +1,253 @@
+"""What a network sees of a volume: its channels, aligned and normalized, and a mask; staged on disk.
+
+An array is staged in blocks of whole chunks, in its stored dtype, so that each chunk is fetched and decoded once,
+however many tiles need it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
+from vesuvius.config.section import natural
+from vesuvius.errors import ConfigError
+from vesuvius.loader.intensity import intensity_scales, normalized
+from vesuvius.loader.patch_loader import PatchLoader, array_key
+from vesuvius.predict.tasks import BlockArray
+from vesuvius.predict.tiling import BlockGrid, overhang
+from vesuvius.stream.start.prepare import IntensityRange, prepare_data
+from vesuvius.volumes.alignment import Alignment, log_alignment
+from vesuvius.volumes.box import Box, format_box, intersection, scale, shape_of, shifted, slices, triple
+from vesuvius.volumes.format.metadata import metadata_hash
+from vesuvius.volumes.volume import Volume, open_volume
+
+_BLOCK_VOXELS, _SHARDED_VOXELS = 2**21, 2**24
+"""Voxels of a staged block, unless a chunk has more; more for shards, whose index is read with each block."""
+
+Ranges = tuple[IntensityRange | None, ...]
+"""The intensities of each channel that become -1 and +1; None = as stored."""
+
+
+class Inputs:
+    """The opened arrays of a volume, staged in a folder.  Boxes are in voxels of the box that is predicted."""
+
+    def __init__(
+        self,
+        channels: Sequence[ArrayConfig],
+        ranges: Ranges,
+        mask: ArrayConfig | None,
+        box: Box | None,
+        folder: Path,
+    ) -> None:
+        """Reads metadata.  Raises DataError, and ConfigError if the box is not inside all channels."""
+        self._scales = [None if each is None else intensity_scales([each]) for each in ranges]
+        specs, volumes = (*channels, *([] if mask is None else [mask])), list[Volume]()
+        with ExitStack() as opened:
+            volumes += (opened.enter_context(open_volume(spec)) for spec in specs)
+            names = ["the channel"] * len(channels) + ["the mask"]
+            placed = [log_alignment(volumes[0], each, name) for each, name in zip(volumes, names, strict=False)]
+            covered = ((0, 0, 0), volumes[0].shape_zyx)
+            for alignment in placed[: len(channels)]:
+                covered = intersection(covered, alignment.covered)
+            self.box = box or covered
+            if intersection(self.box, covered) != self.box or min(shape_of(self.box)) < 1:
+                raise ConfigError(
+                    f"The box {format_box(self.box)} is not inside {volumes[0].name}, of which {format_box(covered)} "
+                    "can be predicted; change box"
+                )
+            self._open = opened.pop_all()
+        self.shape_zyx, self.volume = shape_of(self.box), volumes[0]
+        pairs = enumerate(zip(volumes, placed, strict=True))
+        self.arrays = [_Array(*pair, self.box, folder / f"input{number}") for number, pair in pairs]
+        self.channels, self.mask = self.arrays[: len(channels)], self.arrays[-1] if mask is not None else None
+        self._counting, self._counted = threading.Lock(), 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for array in self.arrays:
+            if array.volume.nonfinite:
+                array.volume.nonfinite.warn()
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _array(self, staged: int) -> tuple[_Array, int]:
+        block, number = divmod(staged, len(self.arrays))
+        return self.arrays[number], block
+
+    def staged_over(self, box: Box) -> Iterator[int]:
+        """Yield the staged blocks, of all arrays, that a box needs; it may reach outside."""
+        inner = shifted(overhang(box, self.shape_zyx)[0], self.box[0])
+        for number, array in enumerate(self.arrays):
+            for block in array.grid.blocks_over(shifted(array.needed(inner), _minus(array.origin))):
+                yield block * len(self.arrays) + number
+
+    def box_of(self, staged: int) -> Box:
+        """Return the box that needs a staged block."""
+        array, block = self._array(staged)
+        return shifted(array.alignment.volume_box(array.box_of(block)), _minus(self.box[0]))
+
+    def has(self, staged: int) -> bool:
+        array, block = self._array(staged)
+        return array.staged.has(block)
+
+    def delete(self, staged: int) -> None:
+        array, block = self._array(staged)
+        array.staged.delete(block)
+
+    def stage(self, staged: int) -> int:
+        """Fetch a block and write it; returns the bytes fetched since the last call.  Raises as `Volume.read`."""
+        array, block = self._array(staged)
+        array.staged.write(block, array.volume.read(array.box_of(block)), flush=False)
+        with self._counting:
+            before, self._counted = self._counted, sum(each.volume.source.stats.bytes_fetched for each in self.arrays)
+            return self._counted - before
+
+    def read(self, box: Box) -> NDArray[np.float32]:
+        """Return the channels over a box from staged blocks: float32 (C, Z, Y, X); edge voxels repeat outside."""
+        inner, outside = overhang(box, self.shape_zyx)
+        values = np.empty((len(self.channels), *shape_of(inner)), np.float32)
+        for out, array, scales in zip(values, self.channels, self._scales, strict=True):
+            raw = array.alignment.read(shifted(inner, self.box[0]), array.read)
+            out[...] = raw if scales is None else normalized(torch.from_numpy(raw)[None], scales)[0].numpy()
+        return np.pad(values, [(0, 0), *outside], mode="edge") if any(map(any, outside)) else values
+
+    def masked(self, box: Box, from_staged: bool = True) -> NDArray[np.bool_]:
+        """Return where the mask is not 0, over a box inside; False where the mask does not reach."""
+        assert self.mask is not None
+        found, there = np.zeros(shape_of(box), np.bool_), shifted(box, self.box[0])
+        part = intersection(there, self.mask.alignment.covered)
+        if all(lo < hi for lo, hi in zip(*part, strict=True)):
+            read = self.mask.read if from_staged else self.mask.volume.read
+            found[slices(part, there[0])] = self.mask.alignment.read(part, read) != 0
+        return found
+
+    def record(self) -> list[Any]:
+        """Return names and fingerprints of the arrays, as plain JSON."""
+        arrays = ((each.volume, each.needed(self.box)) for each in self.arrays)
+        return [[array_key(volume), metadata_hash(volume.array), stored_stamp(volume, box)] for volume, box in arrays]
+
+
+class _Array:
+    """An array, its alignment with the first one, and the grid of its staged blocks, which begins at `origin`."""
+
+    def __init__(self, volume: Volume, alignment: Alignment, box: Box, path: Path) -> None:
+        self.volume, self.alignment = volume, alignment
+        (first, stop), chunk = self.needed(box), volume.chunk_zyx
+        self.origin = scale(triple(lo // size for lo, size in zip(first, chunk, strict=True)), chunk)
+        block, most = list(chunk), _BLOCK_VOXELS if volume.grid.shard_zyx is None else _SHARDED_VOXELS
+        while 2 * math.prod(block) <= most:
+            block[block.index(min(block))] *= 2
+        shape = triple(hi - lo for lo, hi in zip(self.origin, stop, strict=True))
+        self.grid = BlockGrid(shape, triple(block))
+        self.staged = BlockArray(path, self.grid, volume.dtype)
+
+    def needed(self, box: Box) -> Box:
+        """Return the voxels of the array that a box of the first one needs; empty where it does not reach."""
+        part = intersection(box, self.alignment.covered)
+        if all(lo < hi for lo, hi in zip(*part, strict=True)):
+            return self.alignment.array_box(part)
+        return (0, 0, 0), (0, 0, 0)
+
+    def box_of(self, block: int) -> Box:
+        return shifted(self.grid.block_box(block), self.origin)
+
+    def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Read staged voxels of the array."""
+        return self.staged.read(shifted(box, _minus(self.origin)))
+
+
+def _minus(zyx: Triple) -> Triple:
+    return triple(-each for each in zyx)
+
+
+def stored_stamp(volume: Volume, box: Box) -> str | None:
+    """Return a hash of the sizes and times of the files in a box; None for a remote volume."""
+    if volume.source.remote:
+        return None
+    root, found = Path(volume.source.address), hashlib.sha256()
+    for key, _ in itertools.groupby(map(volume.grid.key_of, volume.grid.chunks_of(box))):
+        if (root / key).exists():
+            stat = (root / key).stat()
+            found.update(f"{key} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
+    """Return the channels of a volume: a path or address, a config, or a tuple of these.  Raises ConfigError."""
+    if isinstance(volume, (str, os.PathLike)):
+        return (ArrayConfig(path=os.fspath(volume)),)
+    if isinstance(volume, ArrayConfig):
+        return (volume,)
+    if isinstance(volume, (tuple, list)) and volume:
+        return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
+    raise ConfigError(f"volume {volume!r} is not valid; pass a path, an ArrayConfig, or a tuple of these, its channels")
+
+
+def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: Any) -> Ranges:
+    """Return the intensity range of each channel.
+
+    Args:
+        normalize: True = as a PatchLoader estimates it; False = as stored; (low, high); or a PatchLoader or its state:
+            the ranges that it has for these arrays, else the same rule.
+
+    Raises:
+        ConfigError: it is something else; DataError: as `prepare_data`.
+    """
+    if isinstance(normalize, PatchLoader):
+        normalize = normalize.state_dict()
+    known: Mapping[str, Any] = {}
+    if isinstance(normalize, Mapping):
+        if "normalize" not in normalize:
+            raise ConfigError(
+                "The state of the loader has no normalization: it was saved by an older version; pass "
+                "normalize=(low, high), or the loader itself"
+            )
+        known, normalize = normalize["intensity_ranges"], normalize["normalize"]
+    match natural(normalize):
+        case bool() as wanted:
+            pass
+        case (low, high):
+            return (IntensityRange(low, high),) * len(arrays)
+        case _:
+            raise ConfigError(
+                f"normalize {normalize!r} is not valid; set it to True, False, (low, high), a loader or its state"
+            )
+    if not wanted:
+        return (None,) * len(arrays)
+    return tuple(_range_of(spec, patch_zyx, known) for spec in arrays)
+
+
+def _range_of(spec: ArrayConfig, patch_zyx: Triple, known: Mapping[str, Any]) -> IntensityRange:
+    with open_volume(spec) as volume:
+        if (found := known.get(array_key(volume))) is not None:
+            return IntensityRange(*found)
+        patch = triple(map(min, patch_zyx, volume.shape_zyx))
+    fields = {name: getattr(spec, name) for name in spec.model_fields_set & ArrayConfig.model_fields.keys()}
+    data = DataConfig(
+        volumes=(VolumeConfig(**fields),),
+        patch_size=patch,
+        augment=AugmentConfig(rot90=False),
+        validation=ValidationConfig(fraction=0.0),
+    )
+    prepared = prepare_data(0, data)
+    try:
+        return prepared.intensity_ranges(data).volumes[0]
+    finally:
+        for each in prepared.volumes:
+            each.close()
