@@ -164,7 +164,7 @@ def _disk(config: Config | None) -> Finding:
 def _volumes(data: PreparedData) -> Finding:
     texts = []
     for number, volume in enumerate(data.volumes):
-        data.read_patch("volume", number, data.plan.uniform_patch(number, 0))
+        data.read_patch(number, data.plan.uniform_patch(number, 0))
         texts.append(f"{volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}")
     return Finding("ok", f"{'; '.join(texts)}; a patch of each was read")
 

@@ -116,7 +116,9 @@ def test_the_printed_config_has_every_key_once_with_its_meaning(
     config = read_config(PATH, ["training.epochs=2"], os.environ)
     assert parse_config(text) == config
     assert yaml.safe_load(text) == config.model_dump(mode="json")
-    absent = "data.volumes[].mask.", "data.volumes[].condition."  # these sections are null by default
+    # null or empty by default
+    absent = "data.volumes[].mask.", "data.volumes[].condition.", "data.volumes[].channels[]", "data.class_weights[]"
+    absent += ("data.volumes[].more_labels[]",)
     keys = [(key, schema) for key, schema in iter_keys() if not key.startswith(absent)]
     for line, (key, schema) in zip(text.splitlines(), keys, strict=True):
         assert line.strip(" -").startswith(f"{key.rpartition('.')[2]}:")

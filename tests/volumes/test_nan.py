@@ -141,4 +141,4 @@ def test_nan_in_labels_is_class_0(tmp_path: Path) -> None:
     spec = VolumeConfig(path=str(tmp_path / "v.zarr"), condition=ArrayConfig(path=str(tmp_path / "labels.zarr")))
     config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), condition_classes=2, nan=-1000.0)
     data = prepare_data(0, config)
-    assert set(np.unique(data.read_patch("condition", 0, WHOLE))) == {0.0, 1.0}
+    assert set(np.unique(data.read_patch(0, WHOLE, 1))) == {0.0, 1.0}

@@ -19,14 +19,14 @@ from tests.conftest import STORED_AIR, textured, write_array, write_ome
 from tests.stream.test_stream import collect, open_stream
 from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConfig, Triple, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, MaskConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.volumes import occupancy
 from vesuvius.volumes.occupancy import (
     SIDECAR,
     chunk_occupancy,
-    coarse_map,
+    coarse_maps,
     foreground_map,
     list_chunks,
     sidecar_signature,
@@ -233,7 +233,8 @@ def test_a_coarse_map_is_the_share_of_voxels_above_the_threshold(
     monkeypatch.setattr(occupancy, "_BLOCK_BYTES", 8**3)  # many blocks, not one
     fine = zarr.create_array(str(path / "fine"), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)
     fine[0, 0, 0] = 1  # a volume of one chunk
-    found = coarse_map(opened(path / "fine"), opened(write_array(path / "coarse", coarse, 7)), threshold, patch)
+    voxels = opened(write_array(path / "coarse", coarse, 7))
+    (found,) = coarse_maps(opened(path / "fine"), voxels, [lambda v: v > threshold], patch)
     merged = tuple(max(p // (4 * factor), 1) for p in patch)
     assert found.cell_zyx == tuple(m * factor for m in merged)
     expected = counted_by_hand(coarse, threshold, merged)
@@ -330,7 +331,7 @@ def test_a_volume_without_enough_foreground_is_refused(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     mask = write_array(tmp_path / "mask.zarr", np.zeros((96, 128, 128), "u1"), **STORED_AIR)
     config = data_config(path, min_foreground=0.5)
-    masked = config.volumes[0].model_copy(update={"mask": ArrayConfig(path=str(mask))})
+    masked = config.volumes[0].model_copy(update={"mask": MaskConfig(path=str(mask))})
     with pytest.raises(DataError, match=r"No patch with data.min_foreground=0.5 .* among 932137 starts in"):
         prepare_data(0, config.model_copy(update={"volumes": (masked,)}))
     for chunk in mask.glob("[0-9]/*/*"):

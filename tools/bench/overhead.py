@@ -77,7 +77,7 @@ class MemoryStream(PatchStream):
         kept = next(self._batches)
         samples = tuple(replace(sample, index=self._next_sample + n) for n, sample in enumerate(kept.samples))
         self._next_sample += len(samples)
-        return Batch(kept.patches, samples)
+        return replace(kept, samples=samples)
 
 
 class BareLoop:
@@ -216,7 +216,9 @@ def train_ours(config: Config, batches: Sequence[Batch], turns: Turns) -> None:
 def _read_batches(config: Config, data: PreparedData) -> list[Batch]:
     options = StreamOptions.from_config(config.training, config.cluster)
     with PatchStream(data.job, options) as stream:
-        return [Batch(batch.patches.copy(), batch.samples) for batch, _ in zip(stream, range(_BATCHES), strict=False)]
+        return [
+            replace(batch, arrays=(batch.patches.copy(),)) for batch, _ in zip(stream, range(_BATCHES), strict=False)
+        ]
 
 
 def _config(arguments: argparse.Namespace) -> Config:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
 
@@ -42,6 +42,20 @@ class ArrayConfig(Section):
         return {key: value for key, value in serialize(self).items() if key not in unused}
 
 
+class MaskConfig(ArrayConfig):
+    """An array that marks foreground: by default its nonzero voxels."""
+
+    labels: tuple[int, ...] = Field(default=(), description="voxels of these values are foreground; [] = all but 0")
+    ignore: tuple[int, ...] = Field(
+        default=(), description="voxels of all values but these are foreground, 0 included; [] = all but 0"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.labels and self.ignore:
+            yield f"labels {list(self.labels)} and ignore {list(self.ignore)} exclude each other; remove one of them"
+
+
 class ForegroundConfig(Section):
     """Definition of foreground for volumes without a mask, used if `data.min_foreground` is above 0."""
 
@@ -53,11 +67,15 @@ class ForegroundConfig(Section):
     threshold: float = Field(default=0.0, ge=0, description="intensity above which a voxel of that level is foreground")
 
 
+def _as_mask(given: Any) -> Any:
+    return given.given if type(given) is ArrayConfig else given
+
+
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from."""
 
     weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
-    mask: ArrayConfig | None = Field(
+    mask: Annotated[MaskConfig | None, BeforeValidator(_as_mask)] = Field(
         default=None, description="its nonzero voxels are foreground; aligned like a condition"
     )
     min_foreground: float | None = Field(
@@ -68,6 +86,31 @@ class VolumeConfig(ArrayConfig):
         description="labels, a second scan or another level, cut at the same position as a second tensor; aligned by "
         "OME scale and translation (docs/volumes.md); patches come from the region that both cover",
     )
+    channels: tuple[ArrayConfig, ...] = Field(
+        default=(),
+        description="only for PatchLoader: further channels of the image, aligned like a condition and each "
+        "normalized by its own range",
+    )
+    more_labels: tuple[ArrayConfig, ...] = Field(
+        default=(), description="only for PatchLoader: further channels of the labels, after the condition"
+    )
+
+    @property
+    def images(self) -> tuple[ArrayConfig, ...]:
+        """The arrays that are channels of the image."""
+        return (self, *self.channels)
+
+    @property
+    def labels(self) -> tuple[ArrayConfig, ...]:
+        """The arrays of the condition or labels."""
+        return (*([self.condition] if self.condition else []), *self.more_labels)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.more_labels and not self.condition:
+            yield "more_labels need a condition, the first of them; add it"
+        if any(isinstance(each, VolumeConfig) for each in (*self.channels, *self.more_labels)):
+            yield "channels and more_labels have no weight, mask or condition of their own; use ArrayConfig for them"
 
 
 class AugmentConfig(Section):
@@ -125,6 +168,13 @@ class StoreConfig(Section):
         return min(_TIMEOUT_S, 30 * self.outage_minutes) or _TIMEOUT_S
 
 
+class ClassWeight(Section):
+    """A class that a share of the patches holds."""
+
+    label: int = Field(description="value of the class in the condition")
+    share: float = Field(ge=1e-6, lt=1, description="at least this share of the patches holds a voxel of the class")
+
+
 class DataConfig(Section):
     """Source and order of the patches."""
 
@@ -175,6 +225,9 @@ class DataConfig(Section):
         default=None,
         description="the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and "
         "encoded as n channels of 0 and 1; null = intensities",
+    )
+    class_weights: tuple[ClassWeight, ...] = Field(
+        default=(), description="classes of the condition that patches hold more often than by chance"
     )
     validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out data")
 
@@ -233,6 +286,16 @@ class DataConfig(Section):
             yield (
                 f"condition_classes is {self.condition_classes}, but no volume has a condition; add "
                 "data.volumes[].condition or remove data.condition_classes"
+            )
+        if len({(len(volume.images), len(volume.more_labels)) for volume in self.volumes}) > 1:
+            yield "the volumes have different numbers of channels or labels; give each as many, in the same order"
+        labels = [each.label for each in self.class_weights]
+        if labels and not all(paired):
+            yield "class_weights need labels; give every volume a condition or remove data.class_weights"
+        if len(set(labels)) != len(labels) or sum(each.share for each in self.class_weights) >= 1:
+            yield (
+                f"class_weights {', '.join(f'{each.label}: {each.share:g}' for each in self.class_weights)} are not "
+                "distinct classes whose shares sum to less than 1; the rest of the patches comes from everywhere"
             )
         if any(paired) and not all(paired):
             yield (

@@ -126,6 +126,11 @@ class Config(Section):
     def contradictions(self) -> Iterator[str]:
         if problem := self.model.size_problem(self.data.patch_size):
             yield problem
+        if several := [volume.path for volume in self.data.volumes if volume.channels or volume.more_labels]:
+            yield (
+                f"data.volumes[].channels and more_labels of {several[0]} are for PatchLoader: a run trains on one "
+                "channel; remove them"
+            )
         guided = self.has_condition and self.diffusion.condition_dropout > 0
         if self.diffusion.sampler_guidance != 1 and not guided:
             yield (

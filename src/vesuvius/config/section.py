@@ -83,6 +83,11 @@ class Section(BaseModel):
     # As pydantic marks its own: nested sections bypass it, which keeps the path to a wrong value.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were set, by name, to make a changed one that is validated."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         if (problem := next(self.contradictions(), None)) is not None:

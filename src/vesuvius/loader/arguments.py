@@ -61,8 +61,8 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
             )
         if any(each is None for each in arrays):
             raise ConfigError(f"{argument} has an entry None; volumes without {argument} need a loader of their own")
-        named = [VolumeConfig(**dict(volume) | {key: each}) for volume, each in zip(data.volumes, arrays, strict=True)]
-        data = DataConfig(**dict(data) | {"volumes": named})
+        named = [VolumeConfig(**volume.given | {key: each}) for volume, each in zip(data.volumes, arrays, strict=True)]
+        data = DataConfig(**data.given | {"volumes": named})
     return data, seed
 
 

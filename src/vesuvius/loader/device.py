@@ -31,9 +31,9 @@ from vesuvius.stream.stream import PatchStream
 class PatchBatch:
     """A batch of patches on the device."""
 
-    # (B, 1, Z, Y, X): float32, -1 and +1 at the ends of the intensity range, or as stored with `normalize=False`
+    # (B, C, Z, Y, X): float32, -1 and +1 at the ends of the intensity range, or as stored with `normalize=False`
     image: Tensor
-    # (B, 1, Z, Y, X), cropped and augmented like the image; None without labels
+    # (B, L, Z, Y, X), cropped and augmented like the image; None without labels
     label: Tensor | None
     samples: tuple[Sample, ...]  # index, volume, box and augmentation of each patch
 
@@ -44,9 +44,10 @@ class PatchBatch:
 
 
 class DeviceFeed:
-    """Delivers a stream's batches on `device`, normalized by `ranges` (one per volume), or as stored without any.
+    """Delivers a stream's batches on `device`, normalized by `ranges` (of each channel of each volume), or as stored
+    without any.
 
-    `label_dtype` is the dtype of labels there; None = as stored.
+    `image_dtype` and `label_dtype` are the dtypes there, which several channels or labels need; None = as they are.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class DeviceFeed:
         job: ReaderJob,
         ranges: Sequence[IntensityRange],
         label_dtype: torch.dtype | None = None,
+        image_dtype: torch.dtype | None = None,
     ) -> None:
-        self.device, self.job, self.options, self._label_dtype = device, job, options, label_dtype
+        self.device, self.job, self.options = device, job, options
+        self._image_dtype, self._label_dtype = image_dtype, label_dtype
         self._stream: PatchStream | None = None
-        self._scales = intensity_scales(ranges)
+        self._scales = intensity_scales(ranges).reshape(-1, job.channels, 2)
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -86,15 +89,16 @@ class DeviceFeed:
         """Return the next batch on the device, and as it was read."""
         with clock.waiting():
             batch = next(self.stream)
-            if self._label_dtype is not None and batch.condition is not None:
-                _check_cast(batch.condition, self._label_dtype)
-        raw = self.copy(_tensors(batch), clock)
+            if self._label_dtype is not None:
+                for labels in batch.arrays[batch.channels :]:
+                    _check_cast(labels, self._label_dtype)
+        raw = self.copy([torch.from_numpy(array) for array in batch.arrays], clock)
         with clock.computing("forward"):
-            return self._augmented(batch, *raw), batch
+            return self._augmented(batch, raw), batch
 
     def to_device(self, batch: Batch) -> PatchBatch:
         """Copy a batch that `next` delivered earlier to the device again; waits for the copy."""
-        return self._augmented(batch, *(tensor.to(self.device) for tensor in _tensors(batch)))
+        return self._augmented(batch, [torch.from_numpy(array).to(self.device) for array in batch.arrays])
 
     def copy(self, tensors: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
         """Copy host tensors to a GPU while it computes; later kernels wait.  On a CPU nothing is copied."""
@@ -110,15 +114,15 @@ class DeviceFeed:
             copy.record_stream(main)  # otherwise the allocator could reuse its memory while `main` still reads it
         return copies
 
-    def _augmented(self, batch: Batch, raw: Tensor, raw_label: Tensor | None = None) -> PatchBatch:
+    def _augmented(self, batch: Batch, raw: Sequence[Tensor]) -> PatchBatch:
         augmentations = [sample.augmentation for sample in batch.samples]
-        image = apply_symmetries(raw, augmentations).unsqueeze(1)
+        arrays = [apply_symmetries(each, augmentations).unsqueeze(1) for each in raw]
+        images, labels = arrays[: batch.channels], arrays[batch.channels :]
         if len(self._scales):
-            image = normalized(image, self._scales[[sample.volume for sample in batch.samples]])
-        label = None if raw_label is None else apply_symmetries(raw_label, augmentations).unsqueeze(1)
-        if label is not None and self._label_dtype is not None:
-            label = label.to(self._label_dtype)
-        return PatchBatch(image, label, batch.samples)
+            scales = self._scales[[sample.volume for sample in batch.samples]]
+            images = [normalized(image, scales[:, channel]) for channel, image in enumerate(images)]
+        label = _joined(labels, self._label_dtype) if labels else None
+        return PatchBatch(_joined(images, self._image_dtype), label, batch.samples)
 
 
 def _check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
@@ -131,8 +135,10 @@ def _check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
         raise DataError(f"Labels from {labels.min()} to {labels.max()} do not fit label_dtype {cast}; choose another")
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [torch.from_numpy(array) for array in (batch.patches, batch.condition) if array is not None]
+def _joined(channels: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Return channels [B, 1, Z, Y, X] as one tensor of a dtype; None = as they are."""
+    found = [channel.to(dtype or channel.dtype) for channel in channels]
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def _pinned(tensor: Tensor) -> Tensor:

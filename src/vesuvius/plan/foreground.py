@@ -48,6 +48,7 @@ class QualifyingStarts:
     edge_zyx: Triple  # of a block of starts; blocks at the end of an axis extend beyond the box
     # ascending indices of the blocks that may hold a qualifying start; x varies fastest
     blocks: NDArray[np.unsignedinteger[Any]] = field(repr=False)
+    also: QualifyingStarts | None = None  # a patch that starts here must qualify there, too
 
     @cached_property
     def num_positions(self) -> int:
@@ -63,11 +64,13 @@ class QualifyingStarts:
     def hash(self) -> str:
         """Digest that changes if another start could qualify."""
         text = f"{self.map.hash} {self.patch_zyx} {self.min_fraction} {self.starts} {self.edge_zyx} {len(self.blocks)}"
+        text += f" {self.also.hash}" if self.also else ""
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def qualifies(self, start_zyx: Triple) -> bool:
         """Whether the patch at a start inside the volume holds enough foreground."""
-        return patch_sum(self.map, start_zyx, self.patch_zyx) >= self._least
+        enough = patch_sum(self.map, start_zyx, self.patch_zyx) >= self._least
+        return enough and (self.also is None or self.also.qualifies(start_zyx))
 
     def at(self, position: int) -> Triple | None:
         """Return the start at position 0 <= p < `num_positions` if it qualifies, else None."""
@@ -161,11 +164,16 @@ def patch_sum(foreground: ForegroundMap, start_zyx: Triple, patch_zyx: Triple) -
 
 
 def qualifying_starts(
-    foreground: ForegroundMap, starts: Box, patch_zyx: Triple, min_fraction: float, cell_zyx: Triple
+    foreground: ForegroundMap,
+    starts: Box,
+    patch_zyx: Triple,
+    min_fraction: float,
+    cell_zyx: Triple,
+    also: QualifyingStarts | None = None,
 ) -> QualifyingStarts | None:
     """Return the qualifying starts of a box; None if there are none, or so few that drawing finds none.
 
-    Blocks are about as large as `cell_zyx`, the largest cell of the plan.
+    Blocks are about as large as `cell_zyx`, the largest cell of the plan.  `also` as in `QualifyingStarts`.
     """
     bright = 1 if foreground.voxels else -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
     edges = triple(2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
@@ -179,7 +187,7 @@ def qualifying_starts(
         brightest = np.maximum.reduce(reached)
     # A patch qualifies only if at least one of its map cells is this bright.
     blocks = np.flatnonzero(brightest >= bright).astype(_index_type(brightest.shape))
-    qualifying = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, edges, blocks)
+    qualifying = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, edges, blocks, also)
     while len(qualifying.blocks) and not qualifying.accepts_enough():
         single = max(qualifying.edge_zyx) == 1
         if single and len(qualifying.blocks) <= _COUNTED_MAX:
@@ -198,7 +206,8 @@ def qualifying_starts(
 @lru_cache(maxsize=256)
 def starts_within(qualifying: QualifyingStarts, cell: Box) -> QualifyingStarts | None:
     """Return those of the starts in a cell, in blocks small enough for fast draws; None if there are none."""
-    return qualifying_starts(qualifying.map, cell, qualifying.patch_zyx, qualifying.min_fraction, shape_of(cell))
+    patch, share = qualifying.patch_zyx, qualifying.min_fraction
+    return qualifying_starts(qualifying.map, cell, patch, share, shape_of(cell), qualifying.also)
 
 
 def _index_type(counts: Sequence[int]) -> type[np.unsignedinteger[Any]]:

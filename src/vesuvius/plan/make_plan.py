@@ -13,7 +13,7 @@ import numpy as np
 from vesuvius.config import DataConfig, Triple, ValidationConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.cells import lay_cells, patches_of
-from vesuvius.plan.foreground import qualifying_starts
+from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts
 from vesuvius.plan.order import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.volumes.alignment import Alignment
@@ -52,7 +52,7 @@ def split_volume(
     sizes = shape_of(box)
     if any(p > s for p, s in zip(patch_zyx, sizes, strict=True)):
         room = triple(max(size, 0) for size in sizes)
-        covered = "" if box == full else f", the box covered by its condition and mask ({format_box(box)})"
+        covered = "" if box == full else f", the box covered by its condition, channels and mask ({format_box(box)})"
         raise DataError(
             f"data.patch_size {patch_zyx} does not fit into {room} of {name}{covered}; reduce it or choose a finer "
             "level"
@@ -179,15 +179,59 @@ def plan_volume(
     planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
     if foreground is None:
         return planned
-    last = [axis.first + axis.count for axis in cells.axes]
-    starts = split.train[0], (last[0], last[1], last[2])
-    qualifying = qualifying_starts(foreground, starts, patch, min_foreground, cells.largest_zyx)
+    qualifying = _qualifying(planned, foreground, patch, min_foreground)
     if qualifying is None:
         raise DataError(
             f"No patch with data.min_foreground={min_foreground:g} of foreground was found among {cells.num_starts} "
             f"starts in {name}; lower it, or check data.foreground and the mask"
         )
     return replace(planned, foreground=qualifying)
+
+
+def class_volumes(
+    volumes: Sequence[PlanVolume], maps: Sequence[Sequence[ForegroundMap]], config: DataConfig
+) -> tuple[list[PlanVolume], list[str]]:
+    """Add an entry for each class of `data.class_weights` in each volume that holds it; `maps` has one per class.
+
+    The patches of an entry hold a voxel of the class, and `data.min_foreground` like all of the volume.  Each volume
+    keeps its share of all patches; that of a class comes from the volumes that hold it, by weight.  Also returns
+    warnings.  Pure.  Raises DataError: no volume holds a class, or one would have to give more patches than it has.
+    """
+    total, one_voxel = sum(volume.weight for volume in volumes), 1 / math.prod(config.patch_size)
+    rest, entries, warnings = [volume.weight for volume in volumes], list[PlanVolume](), list[str]()
+    for wanted, of_volumes in zip(config.class_weights, zip(*maps, strict=True), strict=True):
+        found = [
+            _qualifying(volume, each, config.patch_size, one_voxel, volume.foreground)
+            for volume, each in zip(volumes, of_volumes, strict=True)
+        ]
+        lacking = ", ".join(volume.name for volume, starts in zip(volumes, found, strict=True) if starts is None)
+        if not any(found):
+            raise DataError(
+                f"No training patch holds class {wanted.label} of data.class_weights in {lacking}; correct the class, "
+                "remove it, or lower data.min_foreground"
+            )
+        if lacking:
+            warnings.append(f"class {wanted.label} (data.class_weights) is in no training patch of {lacking}")
+        held = sum(volume.weight for volume, starts in zip(volumes, found, strict=True) if starts)
+        for index, (volume, starts) in enumerate(zip(volumes, found, strict=True)):
+            if starts is not None:
+                weight = wanted.share * total * volume.weight / held
+                rest[index] -= weight
+                entries.append(replace(volume, weight=weight, foreground=starts, same_as=index))
+    if short := [volume.name for volume, left in zip(volumes, rest, strict=True) if left < 1e-9 * volume.weight]:
+        raise DataError(
+            f"data.class_weights ask for more patches than those of {short[0]}, as other volumes lack the classes; "
+            "lower the shares or raise the weight of that volume"
+        )
+    everywhere = [replace(volume, weight=left) for volume, left in zip(volumes, rest, strict=True)]
+    return everywhere + entries, warnings
+
+
+def _qualifying(
+    volume: PlanVolume, foreground: ForegroundMap, patch: Triple, share: float, also: QualifyingStarts | None = None
+) -> QualifyingStarts | None:
+    z, y, x = (axis.first + axis.count for axis in volume.cells.axes)
+    return qualifying_starts(foreground, (volume.train[0], (z, y, x)), patch, share, volume.cells.largest_zyx, also)
 
 
 def _region_bytes(volume: PlanVolume, patch: Triple) -> int:

@@ -35,7 +35,7 @@ _WINDOWS_OF_SMALL = 4
 
 @dataclass(frozen=True)
 class PlanVolume:
-    """Everything that the plan needs to know of a volume."""
+    """Everything that the plan needs to know of a volume, or of the patches of a volume that hold a class."""
 
     name: str
     weight: float
@@ -43,9 +43,10 @@ class PlanVolume:
     train: Box
     chunk_zyx: Triple
     dtype: str
-    voxel_bytes: int  # bytes that a reader holds per voxel, including those of a condition
+    voxel_bytes: int  # bytes that a reader holds per voxel, including those of channels and a condition
     cells: Cells  # a partition of the starts in the training box
     foreground: QualifyingStarts | None = None  # None = all starts qualify
+    same_as: int | None = None  # index of the entry with these voxels; None = its own
 
     @property
     def num_positions(self) -> int:
@@ -83,7 +84,8 @@ class Visit:
 
     slot: int  # position in reading order
     attempt: int  # 1, 2, ... replace a region that cannot be read
-    volume: int  # index of the volume
+    entry: int  # index in the plan's volumes
+    volume: int  # index of the volume whose voxels are read
     cell: Box  # the box of starts
     anchor_zyx: Triple  # the start that selected the cell, uniform over those in it that qualify
     region: Box  # the voxels that the cell's patches cover
@@ -120,6 +122,11 @@ class Plan:
     volumes: tuple[PlanVolume, ...]
 
     @property
+    def sources(self) -> list[PlanVolume]:
+        """The volumes with voxels of their own."""
+        return [volume for volume in self.volumes if volume.same_as is None]
+
+    @property
     def patches_per_region(self) -> int:
         return self.mixing.patches
 
@@ -139,7 +146,7 @@ class Plan:
     def slots_per_pass(self) -> int:
         """Number of slots until every volume has had a full pass."""
         weights = sum(volume.weight for volume in self.volumes)
-        return max(math.ceil(volume.num_visits_per_pass * weights / volume.weight) for volume in self.volumes)
+        return max(math.ceil(volume.num_visits_per_pass * weights / volume.weight) for volume in self.sources)
 
     @property
     def is_small(self) -> bool:
@@ -171,6 +178,7 @@ class Plan:
         """
         index, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
         volume = self.volumes[index]
+        source = index if volume.same_as is None else volume.same_as
         pass_index, visit_index = divmod(count, volume.num_visits_per_pass)
         phases, first = draw_pass(self.seed, index, pass_index, volume.cells, volume.num_positions)
         if attempt:
@@ -180,10 +188,10 @@ class Plan:
             position = (step * volume.num_positions + first) // volume.num_visits_per_pass
             if volume.foreground is None:
                 cell = volume.cells.cell_at(position, phases)
-                return Visit(slot, attempt, index, cell, cell[0], region_of(cell, self.patch_zyx))
+                return Visit(slot, attempt, index, source, cell, cell[0], region_of(cell, self.patch_zyx))
             anchor = volume.foreground.at(position) or self._draw_start(index, (self.seed, _PROPOSAL, index, count))
         cell = volume.cells.cell_of(anchor, phases)
-        return Visit(slot, attempt, index, cell, anchor, region_of(cell, self.patch_zyx))
+        return Visit(slot, attempt, index, source, cell, anchor, region_of(cell, self.patch_zyx))
 
     def uniform_patch(self, volume_index: int, draw: int) -> Box:
         """Return a patch of a volume that is independent of all others and of the cells.  Pure."""
@@ -264,7 +272,7 @@ class Plan:
             lo + (shift - lo + int(patch_index * step % 1 * (hi - lo))) % (hi - lo)
             for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
         )
-        foreground = self.volumes[visit.volume].foreground
+        foreground = self.volumes[visit.entry].foreground
         if foreground is None or foreground.qualifies(start):
             return start
         within = starts_within(foreground, visit.cell)

@@ -62,7 +62,7 @@ class WaitTime:
 
 
 Patch = tuple[Sample, list[NDArray[Any]]]
-"""A sample and its voxels: views (Z, Y, X) into the regions of the volume and, if any, its condition."""
+"""A sample and its voxels: views (Z, Y, X) into the region of each array."""
 
 
 class Cutter:
@@ -81,7 +81,7 @@ class Cutter:
         first: int,
         stop: int,
     ) -> None:
-        self._job = job
+        self.job = job
         self._regions = regions
         self._on_report = on_report
         self._starved = starved
@@ -95,7 +95,7 @@ class Cutter:
 
         Raises StreamOrderError: a region is missing or out of order.
         """
-        plan = self._job.plan
+        plan = self.job.plan
         try:
             for index in self._indices:
                 self.index = index
@@ -133,9 +133,19 @@ class Cutter:
 class Batch:
     """Consecutive samples of one rank."""
 
-    patches: NDArray[Any]  # (B, Z, Y, X) in the stored dtype
+    arrays: tuple[NDArray[Any], ...]  # (B, Z, Y, X) in the stored dtype: channels of the image, then conditions
     samples: tuple[Sample, ...]  # of each patch
-    condition: NDArray[Any] | None = None  # like `patches`, cut from the condition volumes; None without them
+    channels: int = 1
+
+    @property
+    def patches(self) -> NDArray[Any]:
+        """The first channel of the image, (B, Z, Y, X)."""
+        return self.arrays[0]
+
+    @property
+    def condition(self) -> NDArray[Any] | None:
+        """The first condition, cut like `patches`; None without one."""
+        return self.arrays[self.channels] if len(self.arrays) > self.channels else None
 
     @cached_property
     def indices(self) -> NDArray[np.int64]:
@@ -143,11 +153,11 @@ class Batch:
         return np.array([sample.index for sample in self.samples], np.int64)
 
     def rows(self, of: slice) -> Batch:
-        return Batch(self.patches[of], self.samples[of], None if self.condition is None else self.condition[of])
+        return Batch(tuple(array[of] for array in self.arrays), self.samples[of], self.channels)
 
     @property
     def nbytes(self) -> int:
-        return self.patches.nbytes + (0 if self.condition is None else self.condition.nbytes)
+        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(frozen=True)
@@ -323,5 +333,4 @@ class Feeder:
             copy.result()
         if not samples:
             return None
-        patches, *conditions = (array[: len(samples)] for array in arrays)
-        return Batch(patches, tuple(samples), *conditions)
+        return Batch(tuple(array[: len(samples)] for array in arrays), tuple(samples), self._cutter.job.channels)

@@ -11,15 +11,16 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, MaskConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.alignment import Alignment, log_alignment
@@ -35,6 +36,8 @@ SIDECAR = ".chunk_occupancy.npz"
 _PROBES = 16
 
 Bools = NDArray[np.bool_]
+Select = Callable[[NDArray[Any]], Bools]
+"""Which voxels of an array are foreground; NaN and infinity never are."""
 _CELLS_MAX = 64_000_000
 _VOXELS_MAX = 2**30  # of an array whose foreground is counted in each patch: 128 MiB
 _BLOCK_BYTES = 8 * 2**20
@@ -107,20 +110,37 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
     nan: Nan = "error" if config.nan == "error" else "keep"  # NaN never counts as foreground
     if spec.mask is not None:
         mask = open_volume(spec.mask, config.store, nan=nan)
-        return coarse_map(volume, mask, None, config.patch_size)
+        return coarse_maps(volume, mask, [selection(spec.mask)], config.patch_size)[0]
     if (level := config.foreground.level) is not None:
         coarse = open_volume(ArrayConfig(path=spec.path, level=level, select=spec.select), config.store, nan=nan)
-        return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
+        above = config.foreground.threshold
+        return coarse_maps(volume, coarse, [lambda v: v > above], config.patch_size, "the foreground level")[0]
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     cell = volume.chunk_zyx if occupancy.shape == volume.grid.counts_zyx else volume.grid.object_zyx
     fraction = np.where(occupancy, np.uint8(255), np.uint8(0))
     return ForegroundMap(fraction, cell, volume.shape_zyx, listed=True)
 
 
-def coarse_map(
-    volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple, what: str = "the mask"
-) -> ForegroundMap:
-    """Map of an array's finite voxels above a threshold (None = all but 0), aligned with the volume.
+def class_maps(volume: Volume, spec: VolumeConfig, config: DataConfig) -> list[ForegroundMap]:
+    """The map of each class of `data.class_weights`, from the condition.  Reads and raises as `foreground_map`."""
+    if spec.condition is None or not config.class_weights:
+        return []
+    labels = open_volume(spec.condition, config.store, nan="error" if config.nan == "error" else "keep")
+    classes = [MaskConfig(path=spec.condition.path, labels=(each.label,)) for each in config.class_weights]
+    return coarse_maps(volume, labels, list(map(selection, classes)), config.patch_size, "the condition")
+
+
+def selection(mask: MaskConfig) -> Select:
+    """Return which voxels of a mask are foreground."""
+    if mask.labels:
+        return lambda voxels: np.logical_or.reduce([voxels == label for label in mask.labels])
+    return lambda voxels: np.logical_and.reduce([voxels != label for label in mask.ignore or (0,)])
+
+
+def coarse_maps(
+    volume: Volume, coarse: Volume, selects: Sequence[Select], patch_zyx: Triple, what: str = "the mask"
+) -> list[ForegroundMap]:
+    """Maps of the finite voxels of an array that each of `selects` returns, aligned with the volume.
 
     Streams the array once.  Cells are a quarter of a patch or one voxel of the array, whichever is larger, and grow
     until there are at most 64 million.  The voxels of up to 2^30 are kept too, so that patches can be counted exactly;
@@ -136,10 +156,10 @@ def coarse_map(
         if math.prod(counts) <= _CELLS_MAX:
             break
         merged[cell.index(min(cell))] *= 2
-    fraction, bits = np.zeros(counts, np.uint8), None
+    fractions, bits = [np.zeros(counts, np.uint8) for _ in selects], list[NDArray[np.uint8]]()
     nz, ny, nx = coarse.shape_zyx
     if nz * ny * nx <= _VOXELS_MAX:
-        bits = np.zeros((nz, ny, -(-nx // 8)), np.uint8)
+        bits = [np.zeros((nz, ny, -(-nx // 8)), np.uint8) for _ in selects]
     else:
         log.warning(
             "%s has more than %d voxels: the foreground of patches of %s is estimated from the shares of cells of %s "
@@ -155,17 +175,22 @@ def coarse_map(
             for near in boxes[number : number + 2]:
                 coarse.stage(near)
             voxels = coarse.read(boxes[number])
-            foreground = (voxels != 0 if threshold is None else voxels > threshold) & np.isfinite(voxels)
-            if bits is not None:
-                (z, y, (first, _)) = zip(*boxes[number], strict=True)
-                packed = np.packbits(np.pad(foreground, ((0, 0), (0, 0), (first % 8, 0))), axis=-1)
-                bits[slice(*z), slice(*y), first // 8 : first // 8 + packed.shape[-1]] |= packed
-            total, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
-            for *_, weights in block:  # each product moves the first axis to the end
-                total, sizes = np.tensordot(total, weights, (0, 1)), sizes[0, ..., None] * weights.sum(1)
-            fraction[tuple(cells for _, cells, _ in block)] = -(-255 * total // sizes)
-    counted = None if bits is None else ForegroundVoxels(alignment, bits)
-    return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered, voxels=counted)
+            finite = np.isfinite(voxels)
+            for index, (select, fraction) in enumerate(zip(selects, fractions, strict=True)):
+                foreground = select(voxels) & finite
+                if bits:
+                    (z, y, (first, _)) = zip(*boxes[number], strict=True)
+                    packed = np.packbits(np.pad(foreground, ((0, 0), (0, 0), (first % 8, 0))), axis=-1)
+                    bits[index][slice(*z), slice(*y), first // 8 : first // 8 + packed.shape[-1]] |= packed
+                total, sizes = foreground.astype(np.float64), np.ones((1, 1, 1))
+                for *_, weights in block:  # each product moves the first axis to the end
+                    total, sizes = np.tensordot(total, weights, (0, 1)), sizes[0, ..., None] * weights.sum(1)
+                fraction[tuple(cells for _, cells, _ in block)] = -(-255 * total // sizes)
+    counted = {index: ForegroundVoxels(alignment, each) for index, each in enumerate(bits)}
+    return [
+        ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered, voxels=counted.get(index))
+        for index, fraction in enumerate(fractions)
+    ]
 
 
 def _spans(

@@ -60,7 +60,7 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
     Far apart in its order: neighbors are cut from the same regions.
     """
     samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
-    raw = torch.from_numpy(np.stack([source.data.read_patch("volume", 0, sample.box) for sample in samples]))
+    raw = torch.from_numpy(np.stack([source.data.read_patch(0, sample.box) for sample in samples]))
     shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
     values = normalized(apply_symmetries(raw, shown), np.repeat(intensity_scales([INTENSITY]), COUNT, 0)).numpy()
     return to_intensities(values, INTENSITY, np.dtype(np.uint8)).astype(np.uint8)

@@ -59,7 +59,7 @@ def test_samples_get_labels_at_their_position_held_out_ones_if_there_are_any(tmp
     for start, patch_shown in zip(drawn[0], shown, strict=False):
         assert is_inside(box_at(start, patch), box[1])
         assert all(lo >= first for lo, first in zip(start, box[0], strict=True))
-        np.testing.assert_array_equal(patch_shown, data.read_patch("condition", 0, box_at(start, patch)))
+        np.testing.assert_array_equal(patch_shown, data.read_patch(0, box_at(start, patch), 1))
     last = [stop - size for stop, size in zip(box[1], patch, strict=True)]
     for axis in range(3):
         assert {box[0][axis], last[axis]} <= {start[axis] for start in drawn[0]}, "from end to end"

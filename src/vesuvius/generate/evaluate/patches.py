@@ -163,7 +163,7 @@ class RealSource:
             left -= math.prod(shape_of(box))
             if left < 0:
                 break
-            raw = torch.from_numpy(data.read_patch("volume", number, box)[None])
+            raw = torch.from_numpy(data.read_patch(number, box)[None])
             searched.append(normalized(raw, self._scales[[number]])[0].numpy())
         return searched
 

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig, Triple
+from vesuvius.config import DataConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
@@ -32,7 +32,7 @@ from vesuvius.volumes.voxels import check_labels
 
 Block = NDArray[np.uint8]
 """One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (its visit and the reader's report,
-pickled), its voxels, then those of its condition.  All of a job have the same length, as Ray would merge short ones."""
+pickled), then the voxels of each array.  All of a job have the same length, as Ray would merge short ones."""
 
 HEAD_BYTES = 2**16
 # Limit on compressed chunks fetched ahead of the region being decoded, in decoded bytes.
@@ -48,9 +48,9 @@ class ReaderJob:
 
     plan: Plan
     data: DataConfig
-    # of the patches; condition_dtype is None without conditions
-    dtype: str
-    condition_dtype: str | None = None
+    # of each array: the channels of the image, then the conditions
+    dtypes: tuple[np.dtype[Any], ...]
+    channels: int = 1
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
@@ -59,11 +59,12 @@ class ReaderJob:
     reading_log_dir: str | None = None
 
     @property
-    def dtypes(self) -> list[np.dtype[Any]]:
-        return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
+    def condition_dtype(self) -> str | None:
+        """Of the first condition; None without one."""
+        return self.dtypes[self.channels].name if len(self.dtypes) > self.channels else None
 
     def batch_layout(self, batch_size: int) -> list[tuple[tuple[int, int, int, int], np.dtype[Any]]]:
-        """Return shape (B, Z, Y, X) and dtype of the patches of a batch and, if any, of its conditions."""
+        """Return shape (B, Z, Y, X) and dtype of each array of a batch."""
         return [((batch_size, *self.plan.patch_zyx), dtype) for dtype in self.dtypes]
 
     @property
@@ -84,7 +85,7 @@ class Region:
     """A region that was read."""
 
     visit: Visit
-    voxels: list[NDArray[Any]]  # of the region (Z, Y, X) and, if any, its condition
+    voxels: list[NDArray[Any]]  # (Z, Y, X) of each array
     report: BlockReport | None = None  # None if nothing was read
     box: Box | None = None  # of the voxels, if it is not the region's
 
@@ -96,7 +97,7 @@ def region_in(block: Block, job: ReaderJob) -> Region:
 
 
 def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
-    """Return views of a block: the region (Z, Y, X) and, if any, that of the condition."""
+    """Return views of a block: the region (Z, Y, X) of each array."""
     views, offset = [], HEAD_BYTES
     for dtype in job.dtypes:
         size = math.prod(shape_zyx) * dtype.itemsize
@@ -118,7 +119,7 @@ class Reader:
         self._ring_index = 0
         self._decoders = Pool(threads, "decode") if threads > 1 else None
         self._actor, self._began = actor, time.time()
-        self._arrays = [_open_arrays(number, job) for number in range(len(job.data.volumes))]
+        self._arrays = [_open_aligned(number, job) for number in range(len(job.data.volumes))]
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
@@ -181,7 +182,7 @@ class Reader:
         """Start fetching the chunks of the next regions, up to the limit."""
         staged_bytes = 0
         for key in queue:
-            staged_bytes += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
+            staged_bytes += math.prod(shape_of(key[1])) * self._job.dtypes[0].itemsize
             if staged_bytes > STAGED_BYTES_MAX and key is not queue[0]:
                 return
             if key not in self._staged and not self.is_damaged(*key):
@@ -224,16 +225,16 @@ class Reader:
         return True
 
     def read(self, volume_index: int, box: Box, out: list[NDArray[Any]]) -> None:
-        """Read a box of a volume, and of its condition if it has one, into arrays of its shape (Z, Y, X).
+        """Read a box of each array of a volume into arrays of its shape (Z, Y, X).
 
         Raises UnreadableChunkError: a chunk is damaged; DataError: one is missing that must exist.
         """
         started = time.perf_counter()
         try:
-            for (volume, alignment), voxels in zip(self._arrays[volume_index], out, strict=True):
+            for position, ((volume, alignment), voxels) in enumerate(zip(self._arrays[volume_index], out, strict=True)):
                 read = partial(volume.read, decoders=self._decoders)
                 alignment.read(box, partial(read, before=partial(self._before, volume, box)), voxels)
-                if voxels is not out[0] and self._job.data.class_values:
+                if position == self._job.channels and self._job.data.class_values:
                     check_labels(voxels, self._job.data.class_values, volume.name, box)
                 self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         finally:
@@ -284,14 +285,18 @@ class Reader:
 _RegionKey = tuple[int, Box]  # index of the volume, and region
 
 
-def _open_arrays(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
-    """Open a volume, and its condition if it has one, with their alignments to the volume."""
-    data, spec = job.data, job.data.volumes[volume_index]
-    specs = [(spec, data.nan), *([(spec.condition, data.condition_nan)] if spec.condition else [])]
-    arrays = [open_volume(array, data.store, data.missing_chunk, nan, reopened=True) for array, nan in specs]
+def open_arrays(spec: VolumeConfig, data: DataConfig, reopened: bool = False) -> tuple[Volume, ...]:
+    """Open the channels of a volume and its conditions; `reopened` and errors as in `open_volume`."""
+    arrays = [*((each, data.nan) for each in spec.images), *((each, data.condition_nan) for each in spec.labels)]
+    return tuple(open_volume(array, data.store, data.missing_chunk, nan, reopened) for array, nan in arrays)
+
+
+def _open_aligned(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
+    """Open the arrays of a volume, with their alignments to the first."""
+    arrays = open_arrays(job.data.volumes[volume_index], job.data, reopened=True)
     if (foreground := job.plan.volumes[volume_index].foreground) is not None:
         arrays[0].missing.listed = foreground.map.stored(arrays[0].chunk_zyx)
-    return [(array, align(arrays[0], array, "the condition")) for array in arrays]
+    return [(array, align(arrays[0], array, "an array")) for array in arrays]
 
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:

@@ -50,7 +50,7 @@ class Resident:
         # Ranks that read the same region do not share a pass.
         self._sharers = min(sharers, job.world_size / job.plan.reads_per_region(job.world_size)) if sharers > 1 else 1
         start = 0
-        for volume in job.plan.volumes:
+        for volume in job.plan.sources:
             views = []
             for size in _layout(job, volume):
                 views.append(memoryview(memory)[start : start + size])
@@ -64,7 +64,7 @@ class Resident:
 
     @staticmethod
     def size_bytes(job: ReaderJob) -> int:
-        return sum(aligned(size, _ALIGNED) for volume in job.plan.volumes for size in _layout(job, volume))
+        return sum(aligned(size, _ALIGNED) for volume in job.plan.sources for size in _layout(job, volume))
 
     @property
     def first_pass_done(self) -> bool:
@@ -106,7 +106,7 @@ class ResidentVolume:
         self._is_present = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape, self._brick))
 
     def views(self, region: Box) -> list[NDArray[Any]]:
-        """Return views (Z, Y, X) of a complete region and its condition; do not keep them."""
+        """Return views (Z, Y, X) of a complete region, one per array; do not keep them."""
         return [array[slices(region, self._box[0])] for array in self._arrays]
 
     def missing(self, region: Box) -> Box | None:
@@ -122,7 +122,7 @@ class ResidentVolume:
         )
 
     def keep(self, box: Box, voxels: list[NDArray[Any]]) -> None:
-        """Copy in a box of the volume (Z, Y, X), and that of its condition."""
+        """Copy in a box (Z, Y, X) of each array."""
         for view, source in zip(self.views(box), voxels, strict=True):
             view[...] = source
         self._is_present[self._contained(box)] = True  # last, as other ranks read it

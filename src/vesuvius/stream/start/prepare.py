@@ -7,26 +7,26 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, Literal
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.make_plan import Split, make_plan, plan_volume
+from vesuvius.plan.make_plan import Split, class_volumes, make_plan, plan_volume
 from vesuvius.plan.plan import Plan
 from vesuvius.runlog.progress import Progress, with_progress
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
-from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.reading.reader import ReaderJob, open_arrays
 from vesuvius.stream.start.split import split_volumes
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.occupancy import foreground_map
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.occupancy import class_maps, foreground_map
+from vesuvius.volumes.volume import Volume
 from vesuvius.volumes.voxels import check_labels, percentiles
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,6 @@ _PERCENTILES = (0.5, 99.5)
 _SMALL_BYTES = 2**28  # decoded size of a volume that soon fits into the page cache: reading it again costs little
 _SEED = 0  # a constant, so that runs with other seeds on the same data use the same intensity ranges
 
-Kind = Literal["volume", "condition"]
-KINDS: tuple[Kind, Kind] = ("volume", "condition")
-
 
 @dataclass(frozen=True)
 class IntensityRange:
@@ -53,7 +50,7 @@ class IntensityRange:
 
 @dataclass(frozen=True)
 class IntensityRanges:
-    """The intensity ranges of a run, one per volume; `conditions` is empty without conditions and with labels."""
+    """The intensity ranges of each channel of each volume; `conditions` is empty without conditions and with labels."""
 
     volumes: tuple[IntensityRange, ...]
     conditions: tuple[IntensityRange, ...]
@@ -61,36 +58,45 @@ class IntensityRanges:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Volumes, splits, plan and job of a run, ready to read; the tuples have one entry per volume."""
+    """Volumes, splits, plan and job of a run, ready to read; the tuples have one entry per volume.
 
-    volumes: tuple[Volume, ...]
-    conditions: tuple[Volume, ...]
-    within: tuple[Box, ...]  # the box covered by the volume, its condition and its mask
+    A position counts the arrays of a volume: 0 is the volume itself, then come its other channels and its conditions.
+    """
+
+    arrays: tuple[tuple[Volume, ...], ...]
+    within: tuple[Box, ...]  # the box covered by the arrays of the volume and its mask
     splits: tuple[Split, ...]  # of that box
     plan: Plan
     job: ReaderJob
 
-    def array(self, kind: Kind, volume_index: int) -> tuple[Volume, Alignment]:
-        """Return a volume or its condition, and its alignment to the volume."""
-        volume = self.volumes[volume_index]
-        array = volume if kind == "volume" else self.conditions[volume_index]
-        return array, align(volume, array, "the condition")
+    @property
+    def volumes(self) -> tuple[Volume, ...]:
+        return tuple(arrays[0] for arrays in self.arrays)
 
-    def read_patch(self, kind: Kind, volume_index: int, box: Box) -> NDArray[Any]:
-        """Read a box of a volume, or of its condition at the same position.
+    @property
+    def conditions(self) -> tuple[Volume, ...]:
+        return tuple(each for arrays in self.arrays for each in arrays[self.job.channels :])
+
+    def array(self, volume_index: int, position: int) -> tuple[Volume, Alignment]:
+        """Return an array of a volume, and its alignment to the volume."""
+        arrays = self.arrays[volume_index]
+        return arrays[position], align(arrays[0], arrays[position], "an array")
+
+    def read_patch(self, volume_index: int, box: Box, position: int = 0) -> NDArray[Any]:
+        """Read a box of a volume, or of another of its arrays at the same position.
 
         Raises the errors of `Volume.read`, and DataError for labels outside the classes.
         """
-        array, alignment = self.array(kind, volume_index)
+        array, alignment = self.array(volume_index, position)
         voxels = alignment.read(box, array.read)
-        if kind == "condition" and self.job.data.class_values:
+        if position == self.job.channels and self.job.data.class_values:
             check_labels(voxels, self.job.data.class_values, array.name, box)
         return voxels
 
     def read_patches(
-        self, what: str, boxes: Iterable[tuple[int, Box]], total: int, kinds: Sequence[Kind] = ("volume",)
+        self, what: str, boxes: Iterable[tuple[int, Box]], total: int, positions: Sequence[int] = (0,)
     ) -> Iterator[list[NDArray[Any]] | UnreadableChunkError]:
-        """Read (volume index, box) pairs of each kind, in order, until `total` have been read; logs progress.
+        """Read (volume index, box) pairs of arrays, in order, until `total` have been read; logs progress.
 
         Prefetches the next ones from remote stores.  Yields the error in place of an unreadable one.
         """
@@ -100,15 +106,15 @@ class PreparedData:
             while count < total:
                 for index, box in islice(upcoming, min(_AHEAD, total - count) - len(waiting)):
                     waiting.append((index, box))
-                    for array, alignment in (self.array(kind, index) for kind in kinds):
+                    for array, alignment in (self.array(index, position) for position in positions):
                         array.stage(alignment.array_box(box))
                 if not waiting:
                     return
                 index, box = waiting.popleft()
                 try:
-                    voxels = [self.read_patch(kind, index, box) for kind in kinds]
+                    voxels = [self.read_patch(index, box, position) for position in positions]
                 except UnreadableChunkError as error:
-                    self._release(kinds, index, box)
+                    self._release(positions, index, box)
                     yield error
                     continue
                 progress.add(sum(each.nbytes for each in voxels))
@@ -118,14 +124,14 @@ class PreparedData:
         finally:
             progress.close()
             for index, box in waiting:
-                self._release(kinds, index, box)
-            for array in (*self.volumes, *self.conditions):
+                self._release(positions, index, box)
+            for array in chain(*self.arrays):
                 if (bad := array.nonfinite) is not None:
                     bad.warn()
 
-    def _release(self, kinds: Sequence[Kind], volume_index: int, box: Box) -> None:
+    def _release(self, positions: Sequence[int], volume_index: int, box: Box) -> None:
         """Drop the chunks fetched for a box that is not read completely."""
-        for array, alignment in (self.array(kind, volume_index) for kind in kinds):
+        for array, alignment in (self.array(volume_index, position) for position in positions):
             array.release(alignment.array_box(box))
 
     def intensity_ranges(self, config: DataConfig) -> IntensityRanges:
@@ -135,22 +141,22 @@ class PreparedData:
         """
         if config.condition_classes:
             self._check_labels()
-        conditions = () if config.condition_classes else self.conditions
+        images, stop = self.job.channels, 0 if config.condition_classes else len(self.job.dtypes)
         return IntensityRanges(
-            self._ranges("volume", self.volumes, config.normalize, "data.normalize"),
-            self._ranges("condition", conditions, config.condition_normalize, "data.condition_normalize"),
+            self._ranges(range(images), config.normalize, "data.normalize"),
+            self._ranges(range(images, stop), config.condition_normalize, "data.condition_normalize"),
         )
 
-    def _ranges(
-        self, kind: Kind, arrays: Sequence[Volume], normalize: NormalizeConfig, key: str
-    ) -> tuple[IntensityRange, ...]:
+    def _ranges(self, positions: Sequence[int], normalize: NormalizeConfig, key: str) -> tuple[IntensityRange, ...]:
+        arrays = [(index, position) for index in range(len(self.arrays)) for position in positions]
         if normalize.low is not None and normalize.high is not None:
             return (IntensityRange(normalize.low, normalize.high),) * len(arrays)
         ranges = []
-        for index, array in enumerate(arrays):
+        for index, position in arrays:
+            array = self.arrays[index][position]
             boxes = ((index, box) for box in self._sample_boxes(index))
             what = f"reading patches of {array.name} to estimate its intensity range"
-            voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (kind,))
+            voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (position,))
             ranges.append(estimate_intensity_range(array, voxels, key))
         return tuple(ranges)
 
@@ -174,9 +180,10 @@ class PreparedData:
 
     def _check_labels(self) -> None:
         """Read a few patches of labels.  Raises DataError for labels outside the classes."""
-        for index, labels in enumerate(self.conditions):
+        position = self.job.channels
+        for index, arrays in enumerate(self.arrays if self.conditions else ()):
             boxes = [(index, self.plan.uniform_patch(index, draw)) for draw in range(_PATCHES_OF_LABELS)]
-            for _ in self.read_patches(f"reading patches of {labels.name}", boxes, len(boxes), ("condition",)):
+            for _ in self.read_patches(f"reading patches of {arrays[position].name}", boxes, len(boxes), (position,)):
                 pass  # damage is reported and quarantined by the readers
 
     def describe(self, ranges: IntensityRanges) -> dict[str, Any]:
@@ -213,26 +220,22 @@ def prepare_data(
     """
     seed = to_integer("seed", seed, 0)
     specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
-    volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in specs)
-    conditions = tuple(
-        open_volume(spec.condition, config.store, config.missing_chunk, config.condition_nan)
-        for spec in config.volumes
-        if spec.condition
-    )
+    arrays = tuple(open_arrays(spec, config) for spec in specs)
+    volumes, channels = tuple(each[0] for each in arrays), len(config.volumes[0].images)
     config = _without_unequal_turns(config, volumes)
-    dtype, condition_dtype = _common_dtype(volumes), _common_dtype(conditions, are_labels=True)
-    assert dtype is not None
-    voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
-    within, maps = [], []
-    for index, (spec, volume) in enumerate(zip(config.volumes, volumes, strict=True)):
+    dtypes = tuple(common_dtype(each, index >= channels) for index, each in enumerate(zip(*arrays, strict=True)))
+    within, maps, of_classes = [], [], []
+    for spec, (volume, *others) in zip(config.volumes, arrays, strict=True):
         foreground = foreground_map(volume, spec, config)
         volume.missing.listed = foreground.stored(volume.chunk_zyx) if foreground else None
         box = (foreground and foreground.within) or ((0, 0, 0), volume.shape_zyx)
-        if conditions:
-            box = intersection(box, log_alignment(volume, conditions[index], "the condition").covered)
+        for position, array in enumerate(others, 1):
+            what = "the condition" if position >= channels else "the channel"
+            box = intersection(box, log_alignment(volume, array, what).covered)
         within.append(box)
         maps.append(foreground)
-    splits = splits or split_volumes(volumes, within, config.patch_size, config.validation)
+        of_classes.append(class_maps(volume, spec, config))
+    splits = splits or split_volumes([each[:channels] for each in arrays], within, config.patch_size, config.validation)
     planned = [
         plan_volume(
             volume.name,
@@ -242,15 +245,19 @@ def prepare_data(
             volume.dtype.name,
             spec.weight,
             config,
-            voxel_bytes=voxel_bytes,
+            voxel_bytes=sum(dtype.itemsize for dtype in dtypes),
             foreground=foreground,
             min_foreground=config.min_foreground_of(spec),
         )
         for spec, volume, split, foreground in zip(config.volumes, volumes, splits, maps, strict=True)
     ]
+    if config.class_weights:
+        planned, warnings = class_volumes(planned, of_classes, config)
+        for warning in warnings:
+            log.warning("%s", warning)
     plan = make_plan(seed, config, planned)
-    job = ReaderJob(plan, config, dtype, condition_dtype, rank=rank, world_size=world_size)
-    return PreparedData(volumes, conditions, tuple(within), tuple(splits), plan, job)
+    job = ReaderJob(plan, config, dtypes, channels, rank=rank, world_size=world_size)
+    return PreparedData(arrays, tuple(within), tuple(splits), plan, job)
 
 
 def amplified_reads(plan: Plan, world: int) -> list[str]:
@@ -259,7 +266,7 @@ def amplified_reads(plan: Plan, world: int) -> list[str]:
         f"the read amplification of {volume.name} is {amplification:.2f}: chunks of {format_sizes(volume.chunk_zyx)}, "
         f"each read by {plan.reads_per_region(world):.1f} ranks; raise data.patches_per_region (now "
         f"{plan.patches_per_region}) in a new run, or use smaller chunks"
-        for index, volume in enumerate(plan.volumes)
+        for index, volume in enumerate(plan.sources)
         if (amplification := plan.read_amplification(index, world)) > 1
         and math.prod(volume.shape_zyx) * volume.voxel_bytes > _SMALL_BYTES
     ]
@@ -276,17 +283,13 @@ def _without_unequal_turns(config: DataConfig, volumes: Sequence[Volume]) -> Dat
     return config.model_copy(update={"augment": config.augment.model_copy(update={"rot90": False})})
 
 
-def _common_dtype(volumes: Sequence[Volume], are_labels: bool = False) -> str | None:
-    """Return the smallest dtype that holds the values of all volumes; None without volumes.
-
-    Raises DataError: labels would become floats.
-    """
-    dtypes = [volume.dtype for volume in volumes]
-    common = np.result_type(*dtypes) if dtypes else None
-    if are_labels and common is not None and common.kind == "f" and any(dtype.kind != "f" for dtype in dtypes):
+def common_dtype(volumes: Sequence[Volume], are_labels: bool = False) -> np.dtype[Any]:
+    """Return the smallest dtype that holds the values of all volumes.  Raises DataError: labels would become floats."""
+    common = np.result_type(*(volume.dtype for volume in volumes))
+    if are_labels and common.kind == "f" and any(volume.dtype.kind != "f" for volume in volumes):
         text = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
         raise DataError(f"No integer dtype holds all labels or conditions: {text}; convert them to one dtype")
-    return None if common is None else common.name
+    return common
 
 
 def estimate_intensity_range(

@@ -20,14 +20,16 @@ _PORTS = {"http": ":80", "https": ":443"}
 
 
 def split_volumes(
-    volumes: Sequence[Volume], boxes: Sequence[Box], patch_zyx: Triple, config: ValidationConfig
+    channels: Sequence[Sequence[Volume]], boxes: Sequence[Box], patch_zyx: Triple, config: ValidationConfig
 ) -> list[Split]:
-    """Split the box of each volume; volumes with the same voxels, at any level, get one slab.  Reads metadata.
+    """Split the box of each volume; those with the same voxels in any channel, at any level, get one slab.
+
+    Reads metadata.
 
     Raises DataError: a box is too small, or two levels of one pyramid cannot be aligned.
     """
-    splits: dict[int, Split] = {}
-    for group in _groups(volumes):
+    splits, volumes = dict[int, Split](), [each[0] for each in channels]
+    for group in _groups(channels):
         first = volumes[group[0]]
         if len(group) == 1 or config.fraction == 0:
             made = [split_volume(volumes[n].name, volumes[n].shape_zyx, patch_zyx, config, boxes[n]) for n in group]
@@ -39,10 +41,10 @@ def split_volumes(
     return [splits[n] for n in range(len(volumes))]
 
 
-def _groups(volumes: Sequence[Volume]) -> list[list[int]]:
+def _groups(volumes: Sequence[Sequence[Volume]]) -> list[list[int]]:
     groups: list[tuple[set[object], list[int]]] = []
-    for index, volume in enumerate(volumes):
-        arrays, members = _arrays(volume) if len(volumes) > 1 else set(), [index]
+    for index, channels in enumerate(volumes):
+        arrays, members = set[object]().union(*map(_arrays, channels if len(volumes) > 1 else ())), [index]
         for group in [group for group in groups if group[0] & arrays]:
             groups.remove(group)
             arrays, members = arrays | group[0], group[1] + members

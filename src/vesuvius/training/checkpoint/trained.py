@@ -21,7 +21,7 @@ from vesuvius.diffusion.estimate import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, Kind, PreparedData
+from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, PreparedData
 from vesuvius.training.checkpoint.format import (
     STATE,
     check_files,
@@ -106,8 +106,7 @@ class DataFacts:
 
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     """Describe the volumes of prepared data."""
-    kind: Kind = "condition" if data.conditions else "volume"
-    alignments = [data.array(kind, number)[1] for number in range(len(data.volumes))]
+    alignments = [data.array(number, len(arrays) - 1)[1] for number, arrays in enumerate(data.arrays)]
     return tuple(
         TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, **vars(split))
         for v, found, split in zip(data.volumes, alignments, data.splits, strict=True)

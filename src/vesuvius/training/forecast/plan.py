@@ -275,7 +275,7 @@ def _reading(config: Config, data: PreparedData) -> dict[str, int]:
     job, workers, cores = data.job, config.training.workers, os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
-    covered = [math.prod(data.array("condition", number)[1].factors) for number in range(len(data.conditions))]
+    covered = [math.prod(data.array(number, 1)[1].factors) for number in range(len(data.conditions))]
     # A coarser or finer condition also holds its region in its own voxels.
     own = [int(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n) for n in covered if n != 1]
     # Chunks being decoded, one per core, with their compressed bytes.

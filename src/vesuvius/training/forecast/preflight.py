@@ -65,7 +65,7 @@ class Preflight:
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: without open volumes and tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None
-    data = replace(checked.data, volumes=(), conditions=())
+    data = replace(checked.data, arrays=())
     return replace(checked, data=data, resumed=resumed, initial=None, fixed=None)
 
 

@@ -95,7 +95,7 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
 
 def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
     data, plan, spectrum, lines = checked.data, checked.data.plan, checked.facts.spectrum, list[str]()
-    facts = zip(data.volumes, data.splits, checked.facts.intensities.volumes, plan.volumes, strict=True)
+    facts = zip(data.volumes, data.splits, checked.facts.intensities.volumes, plan.sources, strict=True)
     for index, (volume, split, intensity, planned) in enumerate(facts):
         stored = f"{format_sizes(volume.shape_zyx)} {volume.dtype}, chunks {format_sizes(volume.chunk_zyx)}"
         held_out = format_box(split.validation) if split.validation else "none"

@@ -17,7 +17,7 @@ from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import Split, make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
-from vesuvius.stream.start.prepare import KINDS, PreparedData
+from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.volumes.errors import UnreadableChunkError
 
 log = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
     held_out = config.validation.fraction > 0
     plan, indices = _fixed_plan(data, config, held_out)
     arrays = [np.empty(shape, dtype) for shape, dtype in data.job.batch_layout(count)]
-    kinds, samples = KINDS[: len(arrays)], [plan.sample(index) for index in range(count)]
+    positions, samples = range(len(arrays)), [plan.sample(index) for index in range(count)]
     boxes = [(indices[sample.volume], sample.box) for sample in samples]
-    patches = data.read_patches("reading the patches for validation and previews", boxes, count, kinds)
+    patches = data.read_patches("reading the patches for validation and previews", boxes, count, positions)
     for index, voxels in enumerate(patches):
         attempt = 0
         while isinstance(voxels, UnreadableChunkError):
@@ -75,7 +75,7 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
                 )
             samples[index] = sample = plan.sample(index, attempt)
             box = indices[sample.volume], sample.box
-            (voxels,) = data.read_patches("reading a replacement for a damaged patch", [box], 1, kinds)
+            (voxels,) = data.read_patches("reading a replacement for a damaged patch", [box], 1, positions)
         for array, each in zip(arrays, voxels, strict=True):
             array[index] = each
     return FixedPatches(
