@@ -100,6 +100,8 @@ def test_errors_of_a_bucket_name_the_cause(files: dict[str, bytes], monkeypatch:
             open_volume("hf://buckets/owner/name/scans", FAST)
         with pytest.raises(DataError, match="it is neither a zarr array nor a group; set path"):
             open_volume("hf://buckets/owner/name/absent.zarr", FAST)
+        with pytest.raises(DataError, match="patterns match folders of this machine only: list the addresses"):
+            open_volume("hf://buckets/owner/name/*.zarr", FAST)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[{}"])
