@@ -257,8 +257,9 @@ def _validated(
             settings.append((label, _set(tree, key, value, label)))
         except ConfigError as error:
             problems.append(f"{label}: {str(error).removeprefix(f'{label}: ')}")
-    if isinstance(data := tree.get("data"), dict) and isinstance(file := data.get("volumes"), str):
-        tree["data"] = _with_volumes(data, Path(file))
+    if isinstance(data := tree.get("data"), dict) and str(data.get("volumes")).endswith((".yaml", ".yml")):
+        listed = read_volumes(Path(data["volumes"])) or {}
+        tree["data"] = listed | data | {"volumes": listed.get("volumes", data["volumes"])}
     try:
         # As JSON: strict mode then accepts lists for tuples, and still converts nothing else.
         config = Config.model_validate_json(json.dumps(tree))
@@ -271,12 +272,6 @@ def _validated(
         more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
         raise ConfigError("\n".join([*problems[:_MOST_PROBLEMS], *more]))
     return config
-
-
-def _with_volumes(data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return a data section with the volumes of a file in place of its path; the section's keys precede the file's."""
-    found = read_volumes(file) if file.suffix in (".yaml", ".yml") else None
-    return data if found is None else found | data | {"volumes": found["volumes"]}
 
 
 def _source(path: KeyPath, text: str, layers: _Layers, settings: Sequence[tuple[str, KeyPath]]) -> str:
