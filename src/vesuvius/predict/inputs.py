@@ -52,6 +52,7 @@ class Inputs:
         folder: Path,
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError if the box is not inside all channels."""
+        self.ranges = ranges
         self._scales = [None if each is None else intensity_scales([each]) for each in ranges]
         specs, volumes = (*channels, *([] if mask is None else [mask])), list[Volume]()
         with ExitStack() as opened:
@@ -72,7 +73,7 @@ class Inputs:
         pairs = enumerate(zip(volumes, placed, strict=True))
         self.arrays = [_Array(*pair, self.box, folder / f"input{number}") for number, pair in pairs]
         self.channels, self.mask = self.arrays[: len(channels)], self.arrays[-1] if mask is not None else None
-        self._counting, self._counted = threading.Lock(), 0
+        self._counting, self._counted = threading.Lock(), self._fetched()  # of metadata
 
     def __enter__(self) -> Self:
         return self
@@ -115,8 +116,11 @@ class Inputs:
         array, block = self._array(staged)
         array.staged.write(block, array.volume.read(array.box_of(block)), flush=False)
         with self._counting:
-            before, self._counted = self._counted, sum(each.volume.source.stats.bytes_fetched for each in self.arrays)
+            before, self._counted = self._counted, self._fetched()
             return self._counted - before
+
+    def _fetched(self) -> int:
+        return sum(each.volume.source.stats.bytes_fetched for each in self.arrays)
 
     def read(self, box: Box) -> NDArray[np.float32]:
         """Return the channels over a box from staged blocks: float32 (C, Z, Y, X); edge voxels repeat outside."""
@@ -127,7 +131,7 @@ class Inputs:
             out[...] = raw if scales is None else normalized(torch.from_numpy(raw)[None], scales)[0].numpy()
         return np.pad(values, [(0, 0), *outside], mode="edge") if any(map(any, outside)) else values
 
-    def masked(self, box: Box, from_staged: bool = True) -> NDArray[np.bool_]:
+    def masked(self, box: Box, from_staged: bool) -> NDArray[np.bool_]:
         """Return where the mask is not 0, over a box inside; False where the mask does not reach."""
         assert self.mask is not None
         found, there = np.zeros(shape_of(box), np.bool_), shifted(box, self.box[0])
@@ -193,7 +197,8 @@ def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
     if isinstance(volume, (str, os.PathLike)):
         return (ArrayConfig(path=os.fspath(volume)),)
     if isinstance(volume, ArrayConfig):
-        return (volume,)
+        images = volume.images if isinstance(volume, VolumeConfig) else (volume,)
+        return tuple(ArrayConfig(**_fields(each)) for each in images)
     if isinstance(volume, (tuple, list)) and volume:
         return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
     raise ConfigError(f"volume {volume!r} is not valid; pass a path, an ArrayConfig, or a tuple of these, its channels")
@@ -230,24 +235,24 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
             )
     if not wanted:
         return (None,) * len(arrays)
-    return tuple(_range_of(spec, patch_zyx, known) for spec in arrays)
-
-
-def _range_of(spec: ArrayConfig, patch_zyx: Triple, known: Mapping[str, Any]) -> IntensityRange:
-    with open_volume(spec) as volume:
-        if (found := known.get(array_key(volume))) is not None:
-            return IntensityRange(*found)
-        patch = triple(map(min, patch_zyx, volume.shape_zyx))
-    fields = {name: getattr(spec, name) for name in spec.model_fields_set & ArrayConfig.model_fields.keys()}
+    with ExitStack() as opened:
+        volumes = [opened.enter_context(open_volume(spec)) for spec in arrays]
+        keys, patch = list(map(array_key, volumes)), triple(map(min, patch_zyx, volumes[0].shape_zyx))
+    if known.keys() >= {*keys}:
+        return tuple(IntensityRange(*known[key]) for key in keys)
     data = DataConfig(
-        volumes=(VolumeConfig(**fields),),
+        volumes=(VolumeConfig(**_fields(arrays[0]), channels=tuple(arrays[1:])),),
         patch_size=patch,
         augment=AugmentConfig(rot90=False),
         validation=ValidationConfig(fraction=0.0),
     )
     prepared = prepare_data(0, data)
     try:
-        return prepared.intensity_ranges(data).volumes[0]
+        return prepared.intensity_ranges(data).volumes
     finally:
-        for each in prepared.volumes:
-            each.close()
+        for array in itertools.chain(*prepared.arrays):
+            array.close()
+
+
+def _fields(spec: ArrayConfig) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in spec.model_fields_set & ArrayConfig.model_fields.keys()}

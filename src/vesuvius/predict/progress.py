@@ -23,13 +23,14 @@ class ProgressReporter:
     stop: StopRequest | None = None
     on_progress: OnProgress = lambda what, done, total: None
     resumable: bool = False  # the same command resumes
+    name: str = "sampling"
     _progress: str = "before the first step"
 
     def check(self) -> None:
         """Raise VesuviusError, with the exit code of the signal, if a stop is requested."""
         if self.stop is not None and self.stop.is_requested():
             remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
-            raise self.stop.as_error(f"sampling stopped {self._progress}; {remedy}")
+            raise self.stop.as_error(f"{self.name} stopped {self._progress}; {remedy}")
 
     def report(self, what: str, done: int, total: int) -> None:
         self._progress = f"after {done} of {total} {what}"

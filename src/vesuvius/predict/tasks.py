@@ -41,7 +41,7 @@ from vesuvius.predict.progress import one_thread
 from vesuvius.predict.tiling import BlockGrid, Tiling, overlap_slices
 from vesuvius.runlog.files import boot_id, flush_to_disk, write_atomically
 from vesuvius.threads import Pool
-from vesuvius.volumes.box import Box, format_box, shape_of
+from vesuvius.volumes.box import Box, shape_of
 
 Blocks = Collection[int]
 """Indices of blocks, in order.  All blocks of a volume are a `range`, which takes no memory."""
@@ -187,7 +187,7 @@ class TaskRunner(ABC):
             results = self.evaluate(step, tiles, inputs)
         for tile, values in zip(tiles, results.float().cpu().numpy(), strict=False):
             if not np.isfinite(values).all():
-                raise NonFiniteError(self.non_finite(step, format_box(self._job.tiling.tile_box(tile))))
+                raise NonFiniteError(self.non_finite(step, tile))
             self.tiles(step).write(tile, values)
 
     @abstractmethod
@@ -206,7 +206,7 @@ class TaskRunner(ABC):
         """Write a block from the tiles over it; one that is not active needs none."""
 
     @abstractmethod
-    def non_finite(self, step: int, box: str) -> str:
+    def non_finite(self, step: int, tile: int) -> str:
         """Return the message for a tile with NaN or infinity."""
 
     def stage(self, index: int) -> int:
@@ -269,7 +269,6 @@ class RollingRun:
             if before:
                 self._delete_tiles(before)
                 self.finish(before)
-            self.unstage(here, staged)
 
     def is_missing(self, block: int) -> bool:
         return True
@@ -278,11 +277,8 @@ class RollingRun:
         """Return the blocks of the input that these batches need and that are not there."""
         return []
 
-    def unstage(self, here: list[int], keep: Collection[int]) -> None:
-        """Delete the blocks of the input that no tile needs after the blocks `here`, except those to keep."""
-
     def finish(self, blocks: list[int]) -> None:
-        """Record that these blocks and all before them are written."""
+        """Record that these blocks and all before them are written; delete what no later one needs."""
 
     def _batches(self, blocks: list[int]) -> set[int]:
         missing = (block for block in blocks if block in self._active and self.is_missing(block))
@@ -291,9 +287,13 @@ class RollingRun:
     def _delete_tiles(self, blocks: list[int]) -> None:
         tiling, active = self._job.tiling, filter(self._active.__contains__, blocks)
         for tile in {tile for block in active for tile in tiling.tiles_over(tiling.block_box(block))}:
-            over = tiling.blocks_over(tiling.tile_box(tile))
-            if all(block <= blocks[-1] or block not in self._active for block in over):
+            if self.is_finished(tile, blocks[-1]):
                 self._tiles.file(tile).unlink(missing_ok=True)
+
+    def is_finished(self, tile: int, last: int) -> bool:
+        """Whether no block after `last` needs a tile."""
+        over = self._job.tiling.blocks_over(self._job.tiling.tile_box(tile))
+        return all(block <= last or block not in self._active for block in over)
 
 
 def _interleaved(*kinds: list[Task]) -> list[Task]:

@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.runlog.files import take_lock, write_atomically
+from vesuvius.runlog.files import flush_to_disk, take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
 from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
@@ -77,10 +77,10 @@ class PartialCopy:
         return partial_path(self.out)
 
     def missing(self, level: int) -> list[Triple]:
-        """The chunks of a level without a file, shard by shard, including those of air."""
+        """The chunks of a level without a file, shard by shard, including those of air, or air in some channel."""
         counts, found = self.plan.counts[level], list[Triple]()
         for file in map(triple, np.ndindex(grid_shape(counts, self._per_file))):
-            if not self._file(level, file).exists():
+            if not all(self._file(level, (*channel, *file)).exists() for channel in self._channels):
                 start, stop = chunk_box(file, self._per_file, counts)
                 found += (translate(start, offset) for offset in np.ndindex(shape_of((start, stop))))
         return found
@@ -145,19 +145,32 @@ class PartialCopy:
 
     def _halved(self, finer: zarr.Array[Any], box: Box) -> NDArray[Any]:
         """A chunk of the next level, one finer chunk at a time, because all eight and their sums take much memory."""
-        voxels, half = np.empty(shape_of(box), self.dtype), triple(-(-size // 2) for size in self.plan.chunk_zyx)
-        for index in product(*chunk_ranges(box, half)):
+        shape, half = shape_of(box), triple(-(-size // 2) for size in self.plan.chunk_zyx)
+        voxels = np.empty((self.plan.channels, *shape) if self.plan.channels else shape, self.dtype)
+        for channel, index in product(self._channels, product(*chunk_ranges(box, half))):
             part = intersection(chunk_box(index, half, box[1]), box)
-            voxels[slices(part, box[0])] = self.downsample(np.asarray(finer[slices(upsample2(part))]))
+            fine: NDArray[Any] = np.asarray(finer[channel + slices(upsample2(part))])
+            voxels[channel + slices(part, box[0])] = self.downsample(fine)
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:
         """Store a chunk atomically, from any thread.  Returns the bytes of its file; 0 = air, not stored.
 
         Args:
-            voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
+            voxels: of the volume's dtype; smaller than a chunk at the end of an axis; all channels, if there are any.
             air: store air too; with shards, one with this chunk alone.
         """
+        return sum(self._write(level, (*channel, *chunk), voxels[channel], air) for channel in self._channels)
+
+    def flush_names(self, level: int, chunks: Iterable[Triple]) -> None:
+        """Flush the folders of chunks to the disk: their voxels were flushed when they were written."""
+        files = (self._file(level, (*channel, *chunk)) for channel in self._channels for chunk in chunks)
+        with disk_errors(self.out):
+            for folder in {above for file in files for above in file.parents if above.is_relative_to(self.path)}:
+                if folder.exists():  # air has none
+                    flush_to_disk(folder)
+
+    def _write(self, level: int, chunk: tuple[int, ...], voxels: NDArray[Any], air: bool) -> int:
         if data := self._encoded(voxels, air):
             with disk_errors(self.out):
                 file = self._file(level, chunk)
@@ -201,10 +214,11 @@ class PartialCopy:
                 if level == 0:
                     log.warning("%s: all voxels are %s", self.out, self.fill_value)
                 voxels = np.full(self.plan.chunk_zyx, self.fill_value, self.dtype)
-                self.write(level, (0, 0, 0), voxels, air=True)
+                self._write(level, (*self._channels[0], 0, 0, 0), voxels, air=True)
             if not (folder / ("zarr.json" if self.plan.per_shard else ".zarray")).exists():
                 shape, fill = self.plan.shapes[level], self.dtype.type(self.fill_value).item()
-                about = self._volume, str(level), shape, self.dtype, self.plan.chunk_zyx, fill
+                c, one = ((self.plan.channels,), (1,)) if self.plan.channels else ((), ())
+                about = self._volume, str(level), (*c, *shape), self.dtype, (*one, *self.plan.chunk_zyx), fill
                 new_array(*about, per_shard=self.plan.per_shard)
             return zarr.open_array(folder, mode="r")
 
@@ -217,7 +231,12 @@ class PartialCopy:
         """Chunks in a file along each axis."""
         return (self.plan.per_shard or 1,) * 3
 
-    def _file(self, level: int, index: Triple) -> Path:
+    @property
+    def _channels(self) -> list[tuple[int, ...]]:
+        """Index of each channel, () without channels."""
+        return [(channel,) for channel in range(self.plan.channels)] or [()]
+
+    def _file(self, level: int, index: tuple[int, ...]) -> Path:
         """The file of a chunk or shard."""
         return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, index))
 

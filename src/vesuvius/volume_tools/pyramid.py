@@ -27,6 +27,7 @@ class Pyramid:
     levels: int
     voxel_bytes: int
     per_shard: int = 0  # chunks of a zarr v3 shard along each axis; 0 = zarr v2, one file per chunk
+    channels: int = 0  # of an array (c, z, y, x) with chunks of one channel; 0 = an array (z, y, x); not with shards
 
     @cached_property
     def shapes(self) -> list[Triple]:
@@ -41,7 +42,7 @@ class Pyramid:
     @property
     def raw_bytes(self) -> int:
         """Uncompressed bytes of all levels."""
-        return self.voxel_bytes * sum(map(math.prod, self.shapes))
+        return self.voxel_bytes * max(1, self.channels) * sum(map(math.prod, self.shapes))
 
     @property
     def chunk_count(self) -> int:
@@ -64,14 +65,20 @@ def multiscale(
     scale_zyx: Sequence[float],
     units_zyx: Sequence[str | None],
     translation_zyx: Sequence[float] | None = None,
+    channels: bool = False,
 ) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of the levels 0, 1, ..., given the scale of the finest and any translation."""
-    axes = [
+    """OME-Zarr 0.4 metadata of the levels 0, 1, ..., given the scale of the finest and any translation.
+
+    With `channels`, the first axis of the arrays is c.
+    """
+    axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] * channels
+    axes += [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
         for axis, unit in zip("zyx", units_zyx, strict=True)
     ]
-    shift = [] if translation_zyx is None else [{"type": "translation", "translation": list(translation_zyx)}]
-    scales = ([size * 2**level for size in scale_zyx] for level in range(levels))
+    corner = None if translation_zyx is None else [*[0.0] * channels, *translation_zyx]
+    shift = [] if corner is None else [{"type": "translation", "translation": corner}]
+    scales = ([*[1.0] * channels, *(size * 2**level for size in scale_zyx)] for level in range(levels))
     datasets = [
         {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}, *shift]}
         for level, scale in enumerate(scales)

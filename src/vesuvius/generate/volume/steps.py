@@ -25,7 +25,7 @@ from vesuvius.predict.progress import ProgressReporter
 from vesuvius.predict.tasks import BlockArray, Blocks, RollingRun, RunTasks, TaskRunner, Tiles
 from vesuvius.predict.tiling import Tiling
 from vesuvius.runlog.files import flush_to_disk
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, format_box
 
 Evaluate = Callable[[int, Tensor, NDArray[Any] | None], Tensor]
 """Maps a step, its `x` over a batch of tiles [B, 1, Z, Y, X], and the given `condition` there, to results like `x`."""
@@ -81,9 +81,10 @@ class SamplingRunner(TaskRunner):
     def evaluate(self, step: int, tiles: Sequence[int], inputs: tuple[Tensor, NDArray[Any] | None]) -> Tensor:
         return self._evaluate(step, *inputs)
 
-    def non_finite(self, step: int, box: str) -> str:
+    def non_finite(self, step: int, tile: int) -> str:
         return (
-            f"The network returned NaN or infinity for tile {box} in sampling pass {step}; "
+            f"The network returned NaN or infinity for tile {format_box(self._job.tiling.tile_box(tile))} in sampling "
+            f"pass {step}; "
             "try --amp off, --clip 1 or an earlier checkpoint"
         )
 
