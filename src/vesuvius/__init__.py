@@ -14,6 +14,7 @@ _MODULES = {
     "errors": ("ConfigError", "DataError", "VesuviusError"),
     "loader.device": ("PatchBatch",),
     "loader.patch_loader": ("PatchLoader",),
+    "predict.grid": ("Aggregator", "GridBatch", "GridLoader"),
     "predict.run": ("Prediction", "predict_volume"),
     "stream.options": ("StreamOptions",),
     "stream.start.prepare": ("prepare_data",),

@@ -7,6 +7,9 @@ from vesuvius.errors import DataError as DataError
 from vesuvius.errors import VesuviusError as VesuviusError
 from vesuvius.loader.device import PatchBatch as PatchBatch
 from vesuvius.loader.patch_loader import PatchLoader as PatchLoader
+from vesuvius.predict.grid import Aggregator as Aggregator
+from vesuvius.predict.grid import GridBatch as GridBatch
+from vesuvius.predict.grid import GridLoader as GridLoader
 from vesuvius.predict.run import Prediction as Prediction
 from vesuvius.predict.run import predict_volume as predict_volume
 from vesuvius.stream.options import StreamOptions as StreamOptions

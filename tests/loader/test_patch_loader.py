@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import vesuvius
-from tests.conftest import textured, write_array
-from vesuvius import ConfigError, DataConfig, PatchBatch, PatchLoader, PatchStream, VolumeConfig
+from tests.conftest import textured, write_array, write_ome
+from vesuvius import ArrayConfig, ConfigError, DataConfig, PatchBatch, PatchLoader, PatchStream, VolumeConfig
 from vesuvius.config import AugmentConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.feeder import reusable_arrays
@@ -540,3 +540,38 @@ def test_an_open_volume_behaves_like_an_array(volume: Path) -> None:
         pass
     with pytest.raises(vesuvius.VesuviusError, match=r"scan.zarr was closed; open it again"):
         opened[0]
+
+
+# ---- volumes by pattern
+
+
+def test_volumes_and_labels_by_pattern_give_the_batches_of_their_lists(tmp_path: Path) -> None:
+    names = [f"{name}.zarr" for name in "bac"]
+    for seed, name in enumerate(names):
+        write_array(tmp_path / "images" / name, textured(SHAPE, seed))
+        write_array(tmp_path / "labels" / name.replace(".", "_target."), textured(SHAPE, seed) % 2)
+    images, labels = tmp_path / "images/*.zarr", tmp_path / "labels/{name}_target.zarr"
+    (tmp_path / "volumes.yaml").write_text("- {path: images/*.zarr, labels: 'labels/{name}_target.zarr'}")
+    names.sort()
+    lists = {"labels": [tmp_path / "labels" / name.replace(".", "_target.") for name in names]}
+    listed = load(*[tmp_path / "images" / name for name in names], batches_per_epoch=6, **lists)
+    matched = load(images, labels=labels, batches_per_epoch=6)
+    mapped = load([VolumeConfig(path=images)], labels=str(labels), batches_per_epoch=6)
+    with listed, matched, mapped, load(tmp_path / "volumes.yaml", batches_per_epoch=6) as filed:
+        wanted = list(listed)
+        assert {sample.volume for batch in wanted for sample in batch.samples} == {0, 1, 2}
+        for other in (matched, mapped, filed):
+            assert same(wanted, other) == 6
+    (tmp_path / "labels/a_target.zarr").rename(tmp_path / "labels/a.zarr")
+    with pytest.raises(ConfigError, match=r"1 of 3 paths with \{name\} do not exist: .*/labels/a_target.zarr; add"):
+        load(images, labels=labels)
+
+
+def test_labels_of_a_volume_by_its_voxel_size(tmp_path: Path) -> None:
+    voxels = textured(SHAPE)
+    path = write_ome(tmp_path / "v.zarr", {"0": voxels, "1": voxels[::2, ::2, ::2]}, [2.4, 4.8])
+    labels = write_ome(tmp_path / "l.zarr", {"0": voxels[::2, ::2, ::2] % 3}, [4.8])
+    by_size = load(VolumeConfig(path=path, voxel_size_um=4.8), labels=ArrayConfig(path=labels, voxel_size_um=4.8))
+    by_level = load(VolumeConfig(path=path, level=1), labels=labels)
+    with by_size, by_level:
+        assert same(islice(by_size, 3), islice(by_level, 3)) == 3

@@ -126,4 +126,4 @@ def test_the_command_line_takes_a_size_for_a_level(tmp_path: Path, capsys: pytes
     assert volume_command.main(["copy", path, str(tmp_path / "out.zarr"), "--level", "4um"]) == 0
     with pytest.raises(SystemExit):
         volume_command.main(["info", path, "--level", "1,2um"])
-    assert "'1,2um' is not a voxel size, one number or z,y,x; try 7.91um" in capsys.readouterr().err
+    assert "'1,2' is not three numbers z,y,x above 0; try 7.91,7.91,7.91" in capsys.readouterr().err

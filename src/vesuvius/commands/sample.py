@@ -7,7 +7,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.cli import Parser, as_command, full_path, natural, positive, positive_number, say, triple
+from vesuvius.commands.cli import (
+    Parser,
+    as_command,
+    full_path,
+    lengths,
+    natural,
+    positive,
+    positive_number,
+    say,
+    triple,
+)
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -130,13 +140,7 @@ def level(text: str) -> dict[str, Any]:
     """Parse a level of a pyramid or, with the unit um, a voxel size that picks it, as a key of `ArrayConfig`."""
     if not text.endswith(("um", "µm")):
         return {"level": natural(text)}
-    try:
-        sizes = tuple(positive_number(part) for part in text[:-2].split(","))
-    except ValueError:
-        sizes = ()
-    if len(sizes) not in (1, 3):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a voxel size, one number or z,y,x; try 7.91um")
-    return {"voxel_size_um": sizes if len(sizes) == 3 else sizes[0]}
+    return {"voxel_size_um": lengths(text[:-2]) if "," in text else positive_number(text[:-2])}
 
 
 def array(text: str) -> ArrayConfig:

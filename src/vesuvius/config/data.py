@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, natural
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -31,6 +39,11 @@ class ArrayConfig(Section):
         default=(),
         description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, given: Any) -> Any:
+        return natural({"path": given} if isinstance(given, str | os.PathLike) else given)  # JSON's lists are tuples
 
     def contradictions(self) -> Iterator[str]:
         if self.voxel_size_um is not None and "level" in self.model_fields_set:
@@ -72,7 +85,8 @@ def _as_mask(given: Any) -> Any:
 
 
 class VolumeConfig(ArrayConfig):
-    """One zarr volume to draw patches from."""
+    """One zarr volume to draw patches from, or several: a pattern as the path, `images/*.zarr`, is a volume for each
+    match, and `{name}` in the paths of its condition and mask is the name of the match."""
 
     weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
     mask: Annotated[MaskConfig | None, BeforeValidator(_as_mask)] = Field(
@@ -178,7 +192,9 @@ class ClassWeight(Section):
 class DataConfig(Section):
     """Source and order of the patches."""
 
-    volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
+    volumes: tuple[VolumeConfig, ...] = Field(
+        min_length=1, description="the zarr volumes to draw from; a path such as images/*.zarr is one for each match"
+    )
     patch_size: SizeZYX = Field(default=(72, 136, 136), description="voxels (z, y, x) of one training example")
     stream_gib: float = Field(
         default=1.0,

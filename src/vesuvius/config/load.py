@@ -29,6 +29,7 @@ from vesuvius.config.describe import (
     to_yaml,
     to_yaml_block,
 )
+from vesuvius.config.patterns import located, match_volumes
 from vesuvius.config.section import Location
 from vesuvius.config.yaml_source import Lines, find_comment, read_yaml
 from vesuvius.errors import ConfigError
@@ -45,7 +46,7 @@ _NONE: Mapping[str, str] = {}
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NONE) -> Config:
-    """Read a YAML file and those it extends, apply variables, then overrides in order, and validate.
+    """Read a YAML file and those it extends, apply variables, then overrides in order, validate, and match patterns.
 
     Args:
         overrides: `training.lr=1e-4`.
@@ -53,7 +54,8 @@ def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[
 
     Raises ConfigError with one line per problem, each with the file and line, variable or override it comes from.
     """
-    return _validated(*_read_layers(path), overrides, environment)
+    config = _validated(*_read_layers(path), overrides, environment)
+    return config.model_copy(update={"data": match_volumes(config.data)})
 
 
 def take_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -75,7 +77,7 @@ def take_variables() -> dict[str, str]:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config") -> Config:
-    """Like `read_config`, from text that extends no file; `source` names it in messages.  Raises ConfigError."""
+    """Like `read_config`, from text that extends no file, with patterns as they are; `source` names it in messages."""
     tree, lines = _tree_of(text, source)
     if "extends" in tree:
         raise ConfigError(f"{source}:{lines['extends',]}: extends: only a file on disk can extend another; remove it")
@@ -109,6 +111,22 @@ def _without_unknown(tree: dict[str, Any], known: set[str], within: str = "") ->
         elif key not in known:
             taken[key] = tree.pop(name)
     return taken
+
+
+def read_volumes(path: Path) -> dict[str, Any] | None:
+    """Return the keys of a volumes file: a list of volumes, or the key `volumes` and others; None for a config.
+
+    Paths in it are relative to its folder.  Raises ConfigError.
+    """
+    values, _ = read_yaml(_text_of(path), str(path))
+    keys = {"volumes": values} if isinstance(values, list) else values
+    if not isinstance(keys, dict) or "volumes" not in keys:
+        return None
+    for entry in keys["volumes"] if isinstance(keys["volumes"], list) else ():
+        if isinstance(entry, dict) and "labels" in entry and "condition" not in entry:
+            entry["condition"] = entry.pop("labels")
+    found: dict[str, Any] = located(keys, path.parent)
+    return found
 
 
 def read_source(path: Path) -> bytes:
@@ -189,14 +207,7 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
     layers: _Layers = {}
     chain, here = [path], ""  # files up to the last one, and the line that names it
     while True:
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config") from None
-        except UnicodeDecodeError as error:
-            line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-            raise ConfigError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
-        found, layers[str(path)] = _tree_of(text, str(path))
+        found, layers[str(path)] = _tree_of(_text_of(path, here), str(path))
         if "extends" not in found:
             return _merged(tree, found), layers
         name, here = found.pop("extends"), f"{path}:{layers[str(path)]['extends',]}: extends: "
@@ -208,6 +219,17 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
         if os.path.realpath(path) in map(os.path.realpath, chain[:-1]):
             circle = " -> ".join(map(str, chain))
             raise ConfigError(f"{here}files extend each other in a cycle ({circle}); remove one")
+
+
+def _text_of(path: Path, here: str = "") -> str:
+    """Return the text of a file; `here` is the place that names it.  Raises ConfigError."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
 
 
 def _merged(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +257,9 @@ def _validated(
             settings.append((label, _set(tree, key, value, label)))
         except ConfigError as error:
             problems.append(f"{label}: {str(error).removeprefix(f'{label}: ')}")
+    if isinstance(data := tree.get("data"), dict) and str(data.get("volumes")).endswith((".yaml", ".yml")):
+        listed = read_volumes(Path(data["volumes"])) or {}
+        tree["data"] = listed | data | {"volumes": listed.get("volumes", data["volumes"])}
     try:
         # As JSON: strict mode then accepts lists for tuples, and still converts nothing else.
         config = Config.model_validate_json(json.dumps(tree))

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
-from vesuvius.config.load import read_config
+from vesuvius.config.load import read_config, read_volumes
+from vesuvius.config.patterns import NAME, match_volumes
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.options import to_integer
@@ -26,22 +27,28 @@ _MASKED_FOREGROUND = 0.5
 
 def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
     """Make the data config and the seed from the arguments of a loader.  Raises ConfigError."""
+    arguments = given.keys() - {"normalize"}
     given = {key: value for key, value in given.items() if value is not None}
     normalize = natural(given.pop("normalize", True))
     if isinstance(volumes, (str, os.PathLike)) and Path(volumes).suffix in (".yaml", ".yml"):
-        config = read_config(Path(volumes))
-        volumes, seed = config.data, config.seed if seed is None else seed
+        if (found := read_volumes(Path(volumes))) is None:
+            config = read_config(Path(volumes))
+            volumes, seed = config.data, config.seed if seed is None else seed
+        elif unknown := sorted(found.keys() - {"volumes", *arguments}):
+            known = ", ".join(sorted(arguments))
+            raise ConfigError(f"{volumes}: unknown keys {', '.join(unknown)}; use volumes, {known}")
+        else:
+            volumes, given = found.pop("volumes"), found | given
     seed = 0 if seed is None else to_integer("seed", seed, 0)
     if isinstance(volumes, DataConfig):
         if unused := [*given, *(["normalize"] if not isinstance(normalize, bool) else [])]:
             raise ConfigError(f"{', '.join(unused)} cannot be combined with a data section; set it there")
-        return volumes, seed
+        return match_volumes(volumes), seed
     keys: dict[str, Any] = {"patch_size": given["patch_size"]} if "patch_size" in given else {}
     sizes = natural(keys.get("patch_size"))
     # rot90 is left to the default if it is possible
     may_rotate = given.get("augment", True) and not (isinstance(sizes, tuple) and len({*sizes[1:]}) > 1)
     keys["augment"] = AugmentConfig(flip=given.get("augment", True), **({} if may_rotate else {"rot90": False}))
-    keys["min_foreground"] = given.get("min_foreground", _MASKED_FOREGROUND if "mask" in given else 0.0)
     match normalize:
         case bool():
             pass
@@ -50,25 +57,25 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         case _:
             raise ConfigError(f"normalize {normalize!r} is not valid; set it to True, False or (low, high)")
     keys["validation"] = ValidationConfig(fraction=given.get("validation_fraction", 0.0))
-    data = DataConfig(volumes=tuple(_entries(volumes)), **keys)
+    entries = list(DataConfig(volumes=tuple(_listed(volumes)), min_foreground=1.0).volumes)
     for argument, key in (("labels", "condition"), ("mask", "mask")):
         if argument not in given:
             continue
-        arrays = _entries(given[argument])
-        if len(arrays) != len(data.volumes):
-            raise ConfigError(
-                f"{argument} has {len(arrays)} entries for {len(data.volumes)} volumes; pass one for each"
-            )
+        arrays = _listed(given[argument])
+        if len(arrays) == 1 and NAME in str(arrays[0]):
+            arrays *= len(entries)
+        if len(arrays) != len(entries):
+            raise ConfigError(f"{argument} has {len(arrays)} entries for {len(entries)} volumes; pass one for each")
         if any(each is None for each in arrays):
             raise ConfigError(f"{argument} has an entry None; volumes without {argument} need a loader of their own")
-        named = [VolumeConfig(**volume.given | {key: each}) for volume, each in zip(data.volumes, arrays, strict=True)]
-        data = DataConfig(**data.given | {"volumes": named})
-    return data, seed
+        entries = [VolumeConfig(**entry.given | {key: each}) for entry, each in zip(entries, arrays, strict=True)]
+    masked = any(entry.mask for entry in entries)
+    keys["min_foreground"] = given.get("min_foreground", _MASKED_FOREGROUND if masked else 0.0)
+    return match_volumes(DataConfig(volumes=tuple(entries), **keys)), seed
 
 
-def _entries(given: Any) -> list[Any]:
-    several = given if isinstance(given, (list, tuple)) else [given]
-    return [{"path": each} if isinstance(each, (str, os.PathLike)) else each for each in several]
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def dtype_of_labels(given: Any, stored: str | None) -> torch.dtype | None:

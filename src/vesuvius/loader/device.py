@@ -91,7 +91,7 @@ class DeviceFeed:
             batch = next(self.stream)
             if self._label_dtype is not None:
                 for labels in batch.arrays[batch.channels :]:
-                    _check_cast(labels, self._label_dtype)
+                    check_cast(labels, self._label_dtype)
         raw = self.copy([torch.from_numpy(array) for array in batch.arrays], clock)
         with clock.computing("forward"):
             return self._augmented(batch, raw), batch
@@ -121,11 +121,11 @@ class DeviceFeed:
         if len(self._scales):
             scales = self._scales[[sample.volume for sample in batch.samples]]
             images = [normalized(image, scales[:, channel]) for channel, image in enumerate(images)]
-        label = _joined(labels, self._label_dtype) if labels else None
-        return PatchBatch(_joined(images, self._image_dtype), label, batch.samples)
+        label = joined(labels, self._label_dtype) if labels else None
+        return PatchBatch(joined(images, self._image_dtype), label, batch.samples)
 
 
-def _check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
+def check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
     """Raise DataError if integers would change; compares them only if the stored dtype allows it."""
     if dtype.is_floating_point and (labels.dtype.kind == "f" or dtype is torch.bfloat16):  # numpy lacks the latter
         return
@@ -135,7 +135,7 @@ def _check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:
         raise DataError(f"Labels from {labels.min()} to {labels.max()} do not fit label_dtype {cast}; choose another")
 
 
-def _joined(channels: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+def joined(channels: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     """Return channels [B, 1, Z, Y, X] as one tensor of a dtype; None = as they are."""
     found = [channel.to(dtype or channel.dtype) for channel in channels]
     return torch.cat(found, 1) if len(found) > 1 else found[0]

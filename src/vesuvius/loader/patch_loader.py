@@ -42,15 +42,16 @@ class PatchLoader(IterableDataset[PatchBatch]):
     own `batches_per_epoch`.  After an error the next loop, or `next`, goes on at the batch that failed.
 
     Args:
-        volumes: OME-Zarr groups or zarr arrays: a path or URL (https://, s3://, gs://, az://, hf://), a `VolumeConfig`
-            (with level, weight and more), or a sequence of these; or a full data section, as a `DataConfig` or the
-            YAML file of a run.
+        volumes: OME-Zarr groups or zarr arrays: a path, a pattern (`images/*.zarr`: a volume for each match), a URL
+            (https://, s3://, gs://, az://, hf://), a `VolumeConfig` (with level, weight and more), or a sequence of
+            these; a YAML file that lists them; or a full data section, as a `DataConfig` or the YAML file of a run.
         batch_size: batch size of this rank.
         patch_size: voxels (z, y, x); None = (72, 136, 136), or the value in `volumes`.
         num_workers: number of reader processes; 0 reads in this process, without Ray.
         seed: random seed; by default 0, or that of the YAML file.
         labels: a volume for each of `volumes`, cropped at the same position: labels, or a second scan.  Its OME scale
-            and translation align it with the volume.
+            and translation align it with the volume.  One path with `{name}` stands for all: `{name}` is the volume's
+            name without `.zarr`; so in `mask`.
         label_dtype: dtype of labels on the device; None = int64 for integers and bool, as stored for floats.
         mask: a volume for each of `volumes` whose nonzero voxels are foreground.
         min_foreground: minimum share of foreground in each patch: of the mask's voxels (estimated, with a warning, if

@@ -100,10 +100,12 @@ def test_errors_of_a_bucket_name_the_cause(files: dict[str, bytes], monkeypatch:
             open_volume("hf://buckets/owner/name/scans", FAST)
         with pytest.raises(DataError, match="it is neither a zarr array nor a group; set path"):
             open_volume("hf://buckets/owner/name/absent.zarr", FAST)
+        with pytest.raises(DataError, match="patterns match folders of this machine only: list the addresses"):
+            open_volume("hf://buckets/owner/name/*.zarr", FAST)
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[{}"])
-def test_a_listing_that_is_no_json_or_ends_early_is_an_error(
+@pytest.mark.parametrize("body", [b"<html>", b'{"error": 1}', b"[1]", b"[{}]", b"[{}"])
+def test_a_listing_that_is_none_or_ends_early_is_an_error(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     def fault(asked: Asked) -> Any:
@@ -113,7 +115,7 @@ def test_a_listing_that_is_no_json_or_ends_early_is_an_error(
     with hub_server(files, fault=fault) as (hub, _):
         at(hub.url, monkeypatch)
         error = OutageError if len(body) == 3 else RefusedError
-        with pytest.raises(error, match=r"the listing (was interrupted|is not JSON)"):
+        with pytest.raises(error, match=r"the listing (was interrupted|is not one of the Hub)"):
             list(Source("hf://buckets/owner/name/scans", FAST).list_keys(""))
 
 

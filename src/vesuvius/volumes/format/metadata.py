@@ -252,6 +252,8 @@ def no_zarr_error(source: Source) -> DataError:
         remedy = _choice(source) or _import_command(source, names) or remedy
     elif not source.remote:
         what = ", but an empty folder"
+    elif "*" in source.address:
+        remedy = "patterns match folders of this machine only: list the addresses"
     return DataError(f"Cannot open {source.display_address}: it is neither a zarr array nor a group{what}; {remedy}")
 
 

@@ -14,10 +14,9 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
-from obstore.exceptions import GenericError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import GenericError
 
 from vesuvius.volumes.errors import ProtocolError
 
@@ -25,7 +24,6 @@ _ADDRESS = re.compile(
     r"(buckets|datasets|models|spaces)/([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]+))?(/.*)?", re.DOTALL
 )
 _FORMS = "hf://buckets/OWNER/NAME/PATH or hf://datasets/OWNER/NAME[@REVISION]/PATH (also models/, spaces/)"
-_REFUSALS = {401: UnauthenticatedError, 403: PermissionDeniedError}
 
 
 class HubFolder:
@@ -60,34 +58,33 @@ class HubFolder:
         while url:
             headers = self._headers if url.startswith(f"{self._origin}/") else {}
             entries, url = _read_page(url, headers, self._timeout_s)
-            paths = [(str(entry["path"]), entry["type"] == "directory") for entry in entries]
             # The Hub compares characters: a listing of `a/b` contains `a/bc`.
-            below = [each for each in paths if not within or each[0].startswith(f"{within}/")]
+            below = [each for each in entries if not within or each[0].startswith(f"{within}/")]
             page = [(path[len(self._root) :].lstrip("/"), is_folder) for path, is_folder in below]
             if page:
                 self._next[prefix, page[-1][0]] = url
             yield page
 
 
-def _read_page(url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
-    """One page of a listing, and the address of the next one; '' if it is the last."""
+def _read_page(url: str, headers: Mapping[str, str], timeout_s: float) -> tuple[list[tuple[str, bool]], str]:
+    """Paths on a page of a listing and whether they are folders; and the next page's address, '' if it is the last."""
     request = urllib.request.Request(url)
     for name, value in headers.items():
         request.add_unredirected_header(name, value)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            entries, link = json.load(response), response.headers.get("Link", "")
+            entries = [(str(entry["path"]), entry["type"] == "directory") for entry in json.load(response)]
+            link = response.headers.get("Link", "")
     except urllib.error.HTTPError as error:
         if error.code == 404:  # as for object stores, nothing is stored there
             return [], ""
         text = error.read(200).decode(errors="replace")
-        refusal = _REFUSALS.get(error.code, GenericError)
-        raise refusal(f"Server returned non-2xx status code: {error.code}: {text}") from None
+        raise GenericError(f"Server returned non-2xx status code: {error.code}: {text}") from None
     except urllib.error.URLError as error:
         raise error.reason if isinstance(error.reason, OSError) else ProtocolError(str(error.reason)) from None
     except http.client.HTTPException as error:
         raise ConnectionError(f"the listing was interrupted: {error!r}") from error
-    except ValueError as error:
-        raise ProtocolError(f"the listing is not JSON: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError(f"the listing is not one of the Hub: {error!r}") from error
     following = re.search(r'<([^>]+)>;\s*rel="next"', link)
     return entries, urljoin(url, following[1]) if following else ""

@@ -1,0 +1,73 @@
+"""Volumes by pattern, `images/*.zarr` with labels `labels/{name}_target.zarr`, and volumes files.  Reads folders."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from vesuvius.config.data import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.config.section import Location
+from vesuvius.errors import ConfigError
+
+NAME = "{name}"
+_MOST_NAMED = 8  # missing files in a message
+_PATHS = ("path", "labels", "condition", "mask", "channels", "more_labels", "volumes")
+"""Keys of a volumes file that hold paths, or sections with paths."""
+
+
+def match_volumes(data: DataConfig) -> DataConfig:
+    """Return a copy with one volume for each match of a pattern, sorted; `{name}` in its other paths is its name.
+
+    A path that exists is no pattern, whatever its characters, and neither is an address.  The name is that of the last
+    part of the path that the pattern leaves open, without `.zarr`; of a path that is no pattern, its last part.
+
+    Raises ConfigError: a pattern matches nothing; files named by `{name}` do not exist (all of them are listed).
+    """
+    found: list[VolumeConfig] = []
+    named: list[str] = []
+    for volume in data.volumes:
+        parts, paths, opened = Path(volume.path).parts, [volume.path], list[int]()
+        if "://" not in volume.path and "\0" not in volume.path and not os.path.lexists(volume.path):
+            opened = [index for index, part in enumerate(parts) if glob.has_magic(part)]
+        if opened and not (paths := sorted(glob.glob(volume.path))):
+            folder = os.path.join(*parts[: opened[0]])
+            why = "no path there matches" if os.path.isdir(folder) else "there is no such folder"
+            raise ConfigError(f"{volume.path} is a pattern of paths in {folder}, but {why}; correct data.volumes")
+        for path in paths:
+            last = Path(path.partition("?")[0] if "://" in path else path).parts[opened[-1] if opened else -1]
+            name = re.sub(r"(\.ome)?\.zarr$", "", last)
+            changed = {} if path == volume.path else {"path": Location(path)}
+            changed |= {key: new for key, old in volume if (new := _with_name(old, name, named)) != old}
+            found.append(volume.model_copy(update=changed))
+    if missing := [path for path in named if "://" not in path and not os.path.lexists(path)]:
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"{len(missing)} of {len(named)} paths with {NAME} do not exist: {', '.join(missing[:_MOST_NAMED])}{more}; "
+            "add them, or match fewer volumes"
+        )
+    return data.model_copy(update={"volumes": tuple(found)})
+
+
+def _with_name(value: Any, name: str, named: list[str]) -> Any:
+    """Return an array, or several, with a name in place of `{name}`; adds the new paths to `named`."""
+    if isinstance(value, tuple):
+        return tuple(_with_name(each, name, named) for each in value)
+    if not isinstance(value, ArrayConfig) or NAME not in value.path or os.path.lexists(value.path):
+        return value
+    named.append(path := Location(value.path.replace(NAME, name)))
+    return value.model_copy(update={"path": path})
+
+
+def located(value: Any, folder: Path) -> Any:
+    """Return the values of a volumes file with paths relative to its folder."""
+    match value:
+        case str():
+            return value if "://" in value or value.startswith("~") else os.path.join(folder, value)
+        case list():
+            return [located(each, folder) for each in value]
+        case dict():
+            return {key: located(each, folder) if key in _PATHS else each for key, each in value.items()}
+    return value
