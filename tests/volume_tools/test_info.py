@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numcodecs
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools.info import VolumeFacts, describe_codecs, describe_volume, make_sidecar
+from vesuvius.volume_tools.verify import verify_volume
 from vesuvius.volumes.volume import open_volume
 
 QUICK = StoreConfig(outage_minutes=0)
@@ -203,3 +205,21 @@ def test_axes_are_described_in_stored_order_and_all_else_in_zyx(tmp_path: Path) 
     assert (facts.occupancy.present, facts.occupancy.total) == (100, 100)
     with pytest.raises(ConfigError, match="add --out FILE"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
+
+
+def test_shards_without_a_chunk_are_an_empty_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are listed, and all their chunks read as air."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sharded: dict[str, Any] = {"zarr_format": 3, "shards": (32, 32, 32), "chunk_key_encoding": {"name": "default"}}
+    path = write_array(tmp_path / "v.zarr", textured((64, 32, 32)), chunk=16, **sharded)
+    first, *others = [file for file in (path / "c").rglob("*") if file.is_file()]
+    index = b"\xff" * 16 * 8
+    for file in others:
+        file.write_bytes(index + google_crc32c.value(index).to_bytes(4, "little"))
+    assert describe_volume(ArrayConfig(path=path)).occupancy.present == 8
+    assert verify_volume(ArrayConfig(path=path)).broken == []
+    first.write_bytes(others[0].read_bytes())
+    for command in (describe_volume, verify_volume, lambda spec: make_sidecar(spec, None)):
+        with pytest.raises(DataError, match=r"No chunk of .*/v.zarr is stored: all of its shards are empty"):
+            command(ArrayConfig(path=path))
+    assert not (path / ".chunk_occupancy.npz").exists()

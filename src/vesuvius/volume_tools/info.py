@@ -21,7 +21,15 @@ from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.volumes.box import Box, box_along, triple
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Names
-from vesuvius.volumes.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
+from vesuvius.volumes.occupancy import (
+    SIDECAR,
+    Bools,
+    check_shards,
+    list_chunks,
+    read_sidecar,
+    sidecar_signature,
+    write_sidecar,
+)
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
@@ -146,10 +154,11 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
     with open_volume(spec, store) as volume:
         path = out or _default_sidecar(volume)
         occupancy = list_chunks(volume)
+        counted = _counted(volume, occupancy, "listing")
     with storage_errors(f"the sidecar {path}", "choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, sidecar_signature(volume))
-    return path, _counted(volume, occupancy, "listing")
+    return path, counted
 
 
 def describe_codecs(array: zarr.Array[Any]) -> str:
@@ -198,13 +207,16 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
     else:
         try:
             occupancy = list_chunks(volume)
-            return _counted(volume, occupancy, "listing"), occupancy
         except DataError as error:
             reason = one_line(error)
+        else:
+            return _counted(volume, occupancy, "listing"), occupancy
     return Occupancy(None, math.prod(volume.grid.counts_zyx), "chunks", None, reason), None
 
 
 def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listing"]) -> Occupancy:
+    if not occupancy.any():
+        check_shards(volume, occupancy)
     unit: Literal["chunks", "shards"] = "chunks" if occupancy.shape == volume.grid.counts_zyx else "shards"
     return Occupancy(int(np.count_nonzero(occupancy)), occupancy.size, unit, source)
 

@@ -34,7 +34,7 @@ from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, tripl
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash
-from vesuvius.volumes.occupancy import Bools, list_objects, read_sidecar
+from vesuvius.volumes.occupancy import Bools, check_shards, list_objects, read_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -242,6 +242,8 @@ def _objects(volume: Volume) -> tuple[Bools, Bools | None]:
     grid = volume.grid
     counts = grid.object_counts_zyx
     objects = list_objects(volume) if volume.source.can_list else np.full(counts, sidecar is None)
+    if grid.shard_zyx is not None and volume.source.can_list:
+        check_shards(volume, objects)
     if sidecar is None:
         return objects, None
     per_object = [-(-n // c) for n, c in zip(sidecar.shape, counts, strict=True)]

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -331,6 +332,17 @@ def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
             raise DataError(f"{what}; {remedy}")
         log.warning("%s; their chunks yield no patches; %s and start a new run (the plan changes)", what, remedy)
     return occupancy
+
+
+def check_shards(volume: Volume, listed: Bools) -> None:
+    """Raise DataError if no listed shard holds a chunk; reads indices up to the first that does or is damaged."""
+    per_shard = grid_shape(volume.grid.object_zyx, volume.grid.chunk_zyx)
+    for shard in np.argwhere(listed).tolist():
+        with suppress(FetchError, ValueError):
+            if not volume.grid.present_in_shard(scale(triple(shard), per_shard)).any():
+                continue
+        return
+    raise DataError(f"No chunk of {volume.name} is stored: all of its shards are empty; copy the volume again")
 
 
 def list_objects(volume: Volume) -> Bools:
