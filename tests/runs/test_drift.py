@@ -89,6 +89,7 @@ EFFECTS = [
     ("training.workers=7 training.save_every=3 training.max_steps=15 training.keep_last=9", None),
     ("training.accumulate_steps=1 training.train_batch_size=4", None),  # gives the same steps
     ("training.epochs=2", "learning rate: 0.00065 in step 12, 0.0009 instead of 0.00055 in step 13"),
+    ("training.lr=1.0001e-3", "learning rate: 0.00065 in step 12, 0.00055232 instead of 0.00055226 in step 13"),
     ("training.lr=2e-3", "learning rate: 0.00065 in step 12, 0.0011 instead of 0.00055 in step 13"),
     ("training.lr_schedule=constant", "learning rate: 0.00065 in step 12, 0.001 instead of 0.00055 in step 13"),
     ("training.accumulate_steps=4", "effective batch: 4 samples per step until now, 8 from now on"),

@@ -131,9 +131,10 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
     differs = [at for at in ahead if not math.isclose(learning_rate(at, old), learning_rate(at, new), rel_tol=1e-6)]
     if differs:
         at, last = differs[0], f"{learning_rate(step - 1, old):.2g} in step {step}, " if step else ""
-        lines.append(
-            f"{EFFECTS[0]}: {last}{learning_rate(at, new):.2g} instead of {learning_rate(at, old):.2g} in step {at + 1}"
-        )
+        rates = learning_rate(at, new), learning_rate(at, old)
+        # As few digits as tell them apart.
+        one, two = next(pair for n in range(2, 9) if len(set(pair := [f"{rate:.{n}g}" for rate in rates])) == 2)
+        lines.append(f"{EFFECTS[0]}: {last}{one} instead of {two} in step {at + 1}")
     if "auto" not in (old.ranks, new.ranks) and before.global_batch != now.global_batch:
         lines.append(f"{EFFECTS[1]}: {before.global_batch} samples per step until now, {now.global_batch} from now on")
     if old.ema_decay != new.ema_decay:
