@@ -152,6 +152,18 @@ def test_info_describes_a_volume(tmp_path, capsys):
     assert (facts["present"], facts["total"], facts["source"]) == (str(stored), "48", "listing")
 
 
+def test_what_is_not_known_is_no_line_of_a_section(tmp_path, capsys):
+    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    assert volume.main(["info", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "present  1" in text
+    assert "unknown" not in text
+    assert "chunks_tried" not in text
+    assert facts_of(text)["title"].strip() == "-"
+    assert volume.main(["info", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["occupancy"]["unknown"] is None
+
+
 def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     with ChunkServer(tmp_path) as server:

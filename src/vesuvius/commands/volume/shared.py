@@ -76,7 +76,8 @@ def print_facts(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None
 
 
 def facts_text(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield lines with one fact each."""
+    """Yield lines with one fact each, without unknown ones of a section."""
+    facts = {name: value for name, value in facts.items() if value is not None or not indent}
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         value = _plain(value) if isinstance(value, BaseModel) else value
