@@ -88,6 +88,17 @@ def test_a_voxel_size_picks_the_level(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plans")
+def test_a_coarse_level_of_few_patches_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    voxels = textured((64, 192, 192))
+    path = write_ome(tmp_path / "v.zarr", {"0": voxels, "1": voxels[::2, ::2, ::2]}, [5, 10])
+    assert written(path).data.volumes[0].level == 1
+    assert "level 1 holds only 36 patches; finer ones hold more, of less than 300 µm" in capsys.readouterr().err
+    Path("configs/first.yaml").unlink()
+    written(path, "--level", "1")
+    assert "holds only" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_plans")
 def test_a_sparse_volume_is_drawn_from_its_stored_chunks(tmp_path: Path) -> None:
     voxels = textured((96, 128, 128))
     voxels[:, 64:], voxels[:, :, 96:] = 0, 0

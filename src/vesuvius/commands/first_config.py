@@ -78,6 +78,7 @@ _PATCHES: tuple[Triple, ...] = (
 )  # fmt: skip
 LEAST_WIDTH_UM, _MICROSCOPE_UM = 300.0, 10.0  # width of a patch: one or two scroll sheets and their gap; of no scroll
 _LEAST_YX = 8
+_FEW = 64  # patches next to each other: a network repeats them
 _SPARSE = 0.95  # stored share below which patches are drawn from stored chunks
 _COARSE_VOXELS = 32_000_000  # largest level used as a foreground mask
 _SAMPLED_BOXES = 8  # for intensity statistics
@@ -99,6 +100,10 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
         spec = spec.model_copy(update={"level": level})
         volume = describe_volume(spec, store, num_boxes=_SAMPLED_BOXES)
     patch, held_out = fit_patch(shape_zyx(volume), preset.patch)
+    patches = math.prod(shape_zyx(volume)) // math.prod(patch)
+    if not level_given and spec.level > 0 and patches < _FEW:
+        text = "level %d holds only %d patches; finer ones hold more, of less than %g µm: --level 0 is the finest"
+        log.warning(text, spec.level, patches, LEAST_WIDTH_UM)
     training = _training(preset, micro, step_s, held_out, is_remote(spec.path), device)
     data_config = _data(volume, patch, held_out)
     try:

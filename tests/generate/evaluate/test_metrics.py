@@ -215,7 +215,7 @@ def test_summary_and_table_agree_on_every_metric() -> None:
     ]
     said = verdict(Comparison(tuple(metrics), {}))
     assert said.startswith("Generated patches fail 2 of 5 metrics: one, two (unknown: four).")
-    assert said.endswith("No sign of memorized training voxels in the searched part.")
+    assert said.endswith("No sign of memorization in the training voxels that were searched.")
     assert [row[1] for row in metric_table(metrics).rows] == [
         "✗ differs from real", "✗ differs from real", "✓ does not differ from real; too few", "? unknown",
         "✓ does not differ from real"

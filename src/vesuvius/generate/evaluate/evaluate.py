@@ -181,7 +181,7 @@ def verdict(comparison: Comparison) -> str:
         return f"{found} Memorized: {shares.format(**copies.values)}."
     if copies.differs is None:
         return f"{found} Whether training voxels are memorized is unknown: too few patches have texture."
-    return f"{found} No sign of memorized training voxels in the searched part."
+    return f"{found} No sign of memorization in the training voxels that were searched."
 
 
 def _bars(metrics: Sequence[Metric]) -> Bars:
