@@ -163,7 +163,7 @@ def test_the_object_stores_of_all_ranks_count_in_shm(
     config = config_of(str(volume), ranks=ranks, workers=workers, train_batch_size=3, accumulate_steps=1)
     looked_at: list[int] = []
     monkeypatch.setattr(doctor, "check_shm", lambda need: looked_at.append(need) or Finding("ok", ""))
-    monkeypatch.setattr(doctor, "store_bytes", lambda job, options: options.num_workers * 2**30)
+    monkeypatch.setattr(doctor, "store_bytes", lambda job, options: options.num_processes * 2**30)
     {check.name: check for check in doctor.checks_of(config)}["/dev/shm"].run()
     least = 2**28  # what Ray Train itself needs
     assert looked_at == ([] if stores is None else [max(stores * 2**30, least)])

@@ -4,10 +4,12 @@ A message leads with what failed, then the value, then the remedy.
 """
 
 import errno
+import importlib.util
 import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +106,26 @@ class StorageError(DataError):
 
 class RunMovedError(StorageError, OSError):
     """The run directory was moved, deleted or replaced while the run was using it."""
+
+
+_TRAIN = "boto3 botocore grpc jinja2 matplotlib PIL prometheus_client pyarrow pynvml ray rich safetensors tensorboard"
+_IMPORT = "h5py imagecodecs nibabel pydicom tensorstore tifffile"
+_EXTRAS = {"train": _TRAIN.split(), "import": _IMPORT.split()}  # of the distribution: modules that they bring
+
+
+@contextmanager
+def needs_extra(what: str, module: str = "") -> Iterator[None]:
+    """Raise ConfigError if the body, or `what` at once, needs a module of an extra that is not installed."""
+    try:
+        if module and sys.modules.get(module) is None and importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        for extra in (extra for extra, modules in _EXTRAS.items() if name in modules):
+            remedy = f"pip install 'vesuvius-diffusion[{extra}]'"
+            raise ConfigError(f"{what} needs {name}, which is not installed: {remedy}") from None
+        raise
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

@@ -268,7 +268,7 @@ def test_a_state_continues_at_the_next_batch_of_its_epoch(volume: Path, workers:
     with load(volume, batches_per_epoch=6) as loader:
         assert indices(islice(loader, 4)) == list(range(16))
         state = loader.state_dict()
-    with load(volume, batches_per_epoch=6, num_workers=workers, prefetch_factor=3) as other:
+    with load(volume, batches_per_epoch=6, num_workers=workers, processes=workers > 0, prefetch_factor=3) as other:
         other.load_state_dict(state)
         assert other.state_dict() == state
         assert same(other, first[4:]) == 2
@@ -356,7 +356,7 @@ def test_a_resident_copy_does_not_change_batches(volume: Path) -> None:
 @pytest.mark.long
 def test_two_loaders_read_concurrently(volume: Path) -> None:
     """Ray Data's settings are one for all threads: one loader's executions must not run by the other's."""
-    options: dict[str, Any] = {"num_workers": 1, "cache_in_memory": False, "normalize": False, "batches_per_epoch": 100}
+    options: dict[str, Any] = {"num_workers": 1, "processes": True, "normalize": False, "batches_per_epoch": 100}
     with load(volume, seed=1, batch_size=8, **options) as train, load(volume, seed=2, **options) as validation:
         pairs = list(zip(train, validation, strict=True))
         assert indices(batch for batch, _ in pairs) == list(range(800))

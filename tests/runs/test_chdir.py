@@ -37,6 +37,7 @@ def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_loader_reads_the_volumes_that_it_was_given(two_folders: tuple[Path, Path], workers: int) -> None:
     options: dict[str, Any] = {"batch_size": 2, "patch_size": (8, 16, 16), "normalize": False, "device": "cpu"}
+    options["processes"] = workers > 0
     loader = vesuvius.PatchLoader("v.zarr", labels="labels.zarr", mask="mask.zarr", num_workers=workers, **options)
     config, opened = VolumeConfig(path="v.zarr"), vesuvius.open_volume("v.zarr")
     os.chdir(two_folders[1])
@@ -47,7 +48,7 @@ def test_a_loader_reads_the_volumes_that_it_was_given(two_folders: tuple[Path, P
             assert batch.label is None or batch.label.max() == 1
             later.close()  # the next loop opens it again
     assert opened[:].max() < 100
-    with vesuvius.PatchLoader("v.zarr", num_workers=0, **options) as here:
+    with vesuvius.PatchLoader("v.zarr", num_workers=0, **options | {"processes": False}) as here:
         assert next(iter(here)).image.min() >= 100
     by_full_path = vesuvius.PatchLoader(
         two_folders[0] / "v.zarr", labels=two_folders[0] / "labels.zarr", mask=two_folders[0] / "mask.zarr", **options

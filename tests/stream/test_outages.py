@@ -47,7 +47,7 @@ def test_an_outage_only_costs_time(
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     with open_stream(make_job(path)) as stream:
         expected, _ = collect(stream, BATCHES)
-    with open_stream(make_job(own_server.url_of(path)), num_workers=workers, stop=4 * BATCHES) as stream:
+    with open_stream(make_job(own_server.url_of(path)), processes=workers, stop=4 * BATCHES) as stream:
         first, _ = collect(stream, 4)
         own_server.stop()
         stopped = time.monotonic()
@@ -80,7 +80,7 @@ def test_a_long_outage_ends_the_stream_without_quarantine(
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     job = make_job(own_server.url_of(path), store=StoreConfig(outage_minutes=0.03))
-    with open_stream(job, num_workers=workers) as stream:
+    with open_stream(job, processes=workers) as stream:
         collect(stream, 4)
         own_server.stop()
         with pytest.raises(

@@ -43,8 +43,8 @@ def make_job(path: Path, **data: Any) -> ReaderJob:
     return prepare_data(0, DataConfig(volumes=(VolumeConfig(path=str(path)),), **settings)).job
 
 
-def open_stream(job: ReaderJob, batch_size: int = 4, num_workers: int = 0, **options: Any) -> PatchStream:
-    return PatchStream(job, StreamOptions(batch_size, num_workers), **options)
+def open_stream(job: ReaderJob, batch_size: int = 4, processes: int = 0, **options: Any) -> PatchStream:
+    return PatchStream(job, StreamOptions(batch_size, processes, processes=processes > 0), **options)
 
 
 def collect(stream: PatchStream, batches: int) -> tuple[Stack, Stack]:
@@ -138,7 +138,7 @@ def test_a_chain_of_executions_is_one_sequence_with_correct_reader_counts(
     monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
     with open_stream(job, first=7) as stream:
         expected, _ = collect(stream, 25)
-    with open_stream(job, num_workers=1, first=7, stop=107) as stream:
+    with open_stream(job, processes=1, first=7, stop=107) as stream:
         patches, indices = collect(stream, 5)
         assert stream.num_readers_alive == 1
         deadline = time.monotonic() + 60
@@ -163,7 +163,7 @@ def test_readers_killed_at_random_times_change_no_byte_and_are_reported(job: Rea
         for batch in itertools.islice(stream, 40 * (kills + 1) + 160):
             expected.update(batch.patches)
     got, victims = hashlib.sha256(), list[int]()
-    with open_stream(job, num_workers=2) as stream:
+    with open_stream(job, processes=2) as stream:
         for kill in range(kills + 1):
             for batch in itertools.islice(stream, 40):
                 got.update(batch.patches)
@@ -200,9 +200,9 @@ def test_reconfiguring_changes_no_byte_and_keeps_the_totals(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
     with open_stream(job) as stream:
         expected, expected_indices = collect(stream, 23)
-    with open_stream(job, num_workers=0) as stream:
+    with open_stream(job) as stream:
         parts = [collect(stream, 5)]
-        stream.reconfigure(num_workers=2)
+        stream.reconfigure(num_workers=2, processes=True)
         parts.append(collect(stream, 7))
         assert len(stream.readers) >= 1
         assert os.getpid() not in stream.readers
@@ -215,7 +215,7 @@ def test_reconfiguring_changes_no_byte_and_keeps_the_totals(
         before = stream.reader_totals
         assert before.decode_s > 0
         assert before.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
-        stream.reconfigure(num_workers=0, prefetch_factor=4)
+        stream.reconfigure(num_workers=0, processes=False, prefetch_factor=4)
         assert stream.readers == {}
         assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
         parts.append(collect(stream, 11))
@@ -232,7 +232,7 @@ def test_a_state_continues_with_other_readers_and_rereads_only_regions_in_flight
 ) -> None:
     with open_stream(job) as stream:
         expected, _ = collect(stream, 20)
-    with open_stream(job, num_workers=workers) as stream:
+    with open_stream(job, processes=workers) as stream:
         collect(stream, batches)
         state = json.loads(json.dumps(stream.state_dict()))
     assert {"seed", "sample_index", "plan_hash"} <= state.keys()
@@ -294,7 +294,7 @@ def test_feeder_stats_show_a_slow_trainer_and_slow_readers(job: ReaderJob, monke
         assert stream.feeder_stats.empty_queue_hits == before.empty_queue_hits
     monkeypatch.setattr(Reader, "blocks", slowly)
     started = time.perf_counter()
-    with open_stream(job) as stream:
+    with PatchStream(job, StreamOptions(4, 1)) as stream:
         collect(stream, 8)
         hungry = stream.feeder_stats
     elapsed_s = time.perf_counter() - started
@@ -311,7 +311,7 @@ def test_an_unreadable_chunk_ends_the_stream_naming_volume_and_region(tmp_path: 
     for chunk in path.glob("[0-9]/*/*"):
         chunk.write_bytes(b"torn")
     with (
-        open_stream(job, num_workers=workers) as stream,
+        open_stream(job, processes=workers) as stream,
         pytest.raises(DataError, match=r"region z \d+:\d+.* of volume .*torn\.zarr") as e,
     ):
         collect(stream, 40)
@@ -320,11 +320,11 @@ def test_an_unreadable_chunk_ends_the_stream_naming_volume_and_region(tmp_path: 
 
 def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
     with pytest.raises(ConfigError, match=r"/dev/shm has .*--shm-size"):
-        check_store(job, StreamOptions(4, num_workers=10**6))
+        check_store(job, StreamOptions(4, 10**6, processes=True))
     check_store(job, StreamOptions(4, num_workers=0), ranks=10**6)
-    check_store(job, StreamOptions(4, num_workers=1), ranks=2)
+    check_store(job, StreamOptions(4, 1, processes=True), ranks=2)
     with pytest.raises(ConfigError, match=r"object store of 1000000 ranks needs"):
-        check_store(job, StreamOptions(4, num_workers=1), ranks=10**6)
+        check_store(job, StreamOptions(4, 1, processes=True), ranks=10**6)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ TRAINER = f"""{IMPORTS}
 path, end, store_gib = sys.argv[1], sys.argv[2], float(sys.argv[3])
 large = dict(patches_per_region=20000) if end == "spill" else dict()
 data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), regions_in_flight=8, **large)
-options = StreamOptions(batch_size=4, num_workers=2)
+options = StreamOptions(batch_size=4, num_workers=2, processes=True)
 stream_module.store_bytes = lambda job, options: int(store_gib * 2**30)
 until = time.monotonic() + 90
 with PatchStream(prepare_data(0, data).job, options) as stream:
@@ -198,7 +198,7 @@ def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
 HEAD_STOPPED = f"""{IMPORTS}
 path, when = sys.argv[1:]
 job = prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16))).job
-stream = PatchStream(job, StreamOptions(batch_size=4, num_workers=1))
+stream = PatchStream(job, StreamOptions(batch_size=4, num_workers=1, processes=True))
 heads = []
 while not heads or (when == "reading" and not stream.readers):
     if when == "reading":

@@ -78,7 +78,7 @@ from vesuvius.stream.stream import PatchStream
 
 path, workers, streams, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 job = prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(8, 16, 16))).job
-left = [PatchStream(job, StreamOptions(4, workers)) for _ in range(streams)]
+left = [PatchStream(job, StreamOptions(4, workers, processes=workers > 0)) for _ in range(streams)]
 for stream in left:
     next(stream)
 import psutil
@@ -128,7 +128,7 @@ def test_too_many_deaths_during_a_segment_change_end_the_stream(volume: Path, mo
     monkeypatch.setattr(regions, "Segment", Segment)
     monkeypatch.setattr(regions, "TASKS_PER_SEGMENT", 6)
     monkeypatch.setattr(events, "DEATHS_MAX", 0)
-    with open_stream(make_job(volume), num_workers=1) as stream:
+    with open_stream(make_job(volume), processes=1) as stream:
         assert stream._source
         source: Any = stream._source._ray
         source = source.result()
@@ -206,6 +206,15 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
         ConfigError, match=rf"^{name} {re.escape(repr(value))} is not an integer of at least \d; change it$"
     ):
         StreamOptions(**options)
+
+
+def test_processes_without_a_number_are_refused_and_a_running_stream_keeps_its_readers(volume: Path) -> None:
+    with pytest.raises(ConfigError, match="processes=True with num_workers=0 starts no reader"):
+        StreamOptions(4, 0, processes=True)
+    with open_stream(make_job(volume)) as stream:
+        with pytest.raises(ConfigError, match="starts no reader"):
+            stream.reconfigure(processes=True)
+        assert next(stream).indices.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("first", "stop"), [(-1, None), (1, None), (8, 6)])

@@ -56,7 +56,7 @@ class Noted:
 
     @property
     def num_readers_without_resident(self) -> int:
-        return self.options.num_workers or self.ended_readers
+        return self.options.num_processes or self.ended_readers
 
     def reconfigure(self, **changes: Any) -> None:
         self.changes.append(changes)
@@ -142,12 +142,15 @@ def test_leaking_readers_are_restarted_unchanged(loop: Callable[..., Loop]) -> N
 def test_resident_volumes_are_dropped_and_readers_restarted(loop: Callable[..., Loop]) -> None:
     """Also in the session after an exit, which would otherwise fill the memory again."""
     run = loop(workers=3, prefetch_factor=4)
-    run.feed.options, run.feed.ended_readers = replace(run.feed.options, num_workers=0), 3  # as it was full
+    run.feed.options, run.feed.ended_readers = (
+        replace(run.feed.options, num_workers=0, processes=False),
+        3,
+    )  # as it was full
     run.feed.has_resident = run.feed.resident_frees_memory = True
     run.step()
     assert run.monitor.loop_status.can_drop
     assert not run.step(Order("drop", "close to running out of memory"))
-    assert run.feed.changes == [{"num_workers": 3, "cache_in_memory": False}]
+    assert run.feed.changes == [{"num_workers": 3, "processes": True, "cache_in_memory": False}]
     assert [(event["action"], event["cache_in_memory"]) for event in run.events] == [("drop", False)]
     assert (run.monitor.obeyed, run.monitor.loop_status.workers) == (1, 3)
     run.guard.exit(Order("exit", "close to running out of memory"))

@@ -77,7 +77,7 @@ class OurFeed:
                 yield batch.patches
 
     def worker_pids(self) -> list[int]:
-        return list(self._stream.readers) if self._stream and self._options.num_workers else []
+        return list(self._stream.readers) if self._stream and self._options.processes else []
 
     def wait(self, batches_s: float, seconds: float) -> float:
         """Data wait, as a share of time, of a consumer that sleeps so long that it takes 2/3 of these batches."""
@@ -108,6 +108,7 @@ class OurLoader(OurFeed):
             self._data,
             batch_size=options.batch_size,
             num_workers=options.num_workers,
+            processes=options.processes,
             prefetch_factor=options.prefetch_factor,
             seed=self._seed,
             normalize=False,

@@ -30,7 +30,10 @@ def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("volume")
-    parser.add_argument("--workers", type=int, default=0, help="readers; 0 = this process (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="reader threads; 0 = one per core (default: %(default)s)"
+    )
+    parser.add_argument("--processes", action="store_true", help="the workers are Ray processes")
     parser.add_argument("--loader", choices=("stored", "normalized"), help="through PatchLoader; kind of tensors")
     parser.add_argument("--resident", action="store_true", help="keep the volume in memory, measure after one pass")
     parser.add_argument("--batches", type=int, default=400, help="timed batches (default: %(default)s)")
@@ -43,7 +46,7 @@ def main() -> None:
     job = prepare_data(0, data).job
     resident = Resident(job) if args.resident else None
     warm_up = 2 * job.plan.slots_per_pass * job.plan.patches_per_region // _BATCH if resident else _WARM_UP
-    with PatchStream(job, StreamOptions(_BATCH, args.workers), resident=resident) as stream:
+    with PatchStream(job, StreamOptions(_BATCH, args.workers, processes=args.processes), resident=resident) as stream:
         seen = hashlib.sha256(next(stream).patches.tobytes())
         first_s = time.perf_counter() - began
         for _ in range(warm_up):
@@ -61,8 +64,8 @@ def measure_loader(args: argparse.Namespace, began: float) -> None:
     """Measure `PatchLoader` on a CPU; voxels as stored are not mirrored or rotated either."""
     how = {"normalize": False, "augment": False} if args.loader == "stored" else {}
     with PatchLoader(
-        args.volume, batch_size=_BATCH, patch_size=_PATCH, num_workers=args.workers, device="cpu",
-        validation_fraction=0.05, cache_in_memory=args.resident, **how,
+        args.volume, batch_size=_BATCH, patch_size=_PATCH, num_workers=args.workers, processes=args.processes,
+        device="cpu", validation_fraction=0.05, cache_in_memory=args.resident, **how,
     ) as loader:  # fmt: skip
         batches = iter(loader)
         seen = hashlib.sha256(next(batches).image.numpy().tobytes())

@@ -35,7 +35,7 @@ _CLOSED = "The PatchLoader was closed during this loop; begin another one"
 
 
 class PatchLoader(IterableDataset[PatchBatch]):
-    """Batches of patches in a reproducible random order, read by separate processes.
+    """Batches of patches in a reproducible random order, read ahead by threads or processes.
 
     Patches and their order depend on `seed`, the volumes and the sampling arguments alone.  A context manager: on exit
     the workers, and Ray if the loader started it, end.  All loops share one sequence of batches, and each counts its
@@ -47,7 +47,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
             these; a YAML file that lists them; or a full data section, as a `DataConfig` or the YAML file of a run.
         batch_size: batch size of this rank.
         patch_size: voxels (z, y, x); None = (72, 136, 136), or the value in `volumes`.
-        num_workers: number of reader processes; 0 reads in this process, without Ray.
+        num_workers: number of threads of this process that read, or of processes; 0 = a thread per core, at most 16.
+        processes: True = the readers are Ray processes (needs the extra `train`).
         seed: random seed; by default 0, or that of the YAML file.
         labels: a volume for each of `volumes`, cropped at the same position: labels, or a second scan.  Its OME scale
             and translation align it with the volume.  One path with `{name}` stands for all: `{name}` is the volume's
@@ -87,6 +88,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         batch_size: int,
         patch_size: Sequence[int] | None = None,
         num_workers: int = 2,
+        processes: bool = False,
         seed: int | None = None,
         labels: Arrays | None = None,
         label_dtype: torch.dtype | str | None = None,
@@ -109,7 +111,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
         given |= {"min_foreground": min_foreground, "normalize": normalize, "validation_fraction": validation_fraction}
         data, seed = data_of(volumes, given, seed)
         self._given_rank = given_rank(rank, world_size)
-        self._device, self._options = device, StreamOptions(batch_size, num_workers, prefetch_factor)
+        self._options = StreamOptions(batch_size, num_workers, prefetch_factor, processes=processes)
+        self._device = device
         self._batches_per_epoch = (
             None if batches_per_epoch is None else to_integer("batches_per_epoch", batches_per_epoch, 1)
         )
@@ -277,7 +280,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         return self._stream
 
     def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
-        """Change `num_workers` or `prefetch_factor` between two batches; the batches do not change.
+        """Change `num_workers`, `processes` or `prefetch_factor` between two batches; the batches do not change.
 
         Raises ConfigError if there is not enough memory; the loader is unchanged.
         """

@@ -214,7 +214,7 @@ class _Diagnosis:
 
     def _reader_s(self) -> float:
         """Total time of all readers in which they had work."""
-        return self.w.reading_s * max(self.k.workers, 1)
+        return self.w.reading_s * (self.k.workers or self.k.reader_threads)
 
     def _readers_busy(self) -> float:
         """Share of it spent reading or decoding; above 1 if blocks read earlier arrived in this window."""

@@ -105,10 +105,11 @@ class Knobs:
     channels_last: bool
     train_batch_size: int
     accumulate_steps: int
-    workers: int
+    workers: int  # reader processes
     prefetch_factor: int
     requests: int
     cached: bool  # whether `data.store.cache_dir` is set
+    reader_threads: int = 1  # of the trainer, which reads itself with `workers: 0`
     threads: int | None = None  # computing threads of a trainer on a CPU; None = unknown
     resident: bool = False  # whether volumes are kept in memory and the trainer reads the rest, without readers
     memory_is_short: bool = False  # rules out more readers or prefetched batches

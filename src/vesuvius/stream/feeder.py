@@ -165,7 +165,7 @@ class FeederStats:
     """Totals of a stream's feeders."""
 
     cut_s: float = 0.0  # copying patches from regions into batches
-    wait_for_readers_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
+    wait_for_readers_s: float = 0.0  # waiting for blocks from the readers; without processes, reading them
     idle_s: float = 0.0  # waiting because enough batches were ready
     batches: int = 0  # delivered
     empty_queue_hits: int = 0  # requests for a batch when none was ready

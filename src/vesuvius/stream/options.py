@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -11,13 +12,15 @@ from typing import Any, Self, TypedDict
 
 from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.section import natural
-from vesuvius.errors import ConfigError, one_line
+from vesuvius.errors import ConfigError, needs_extra, one_line
+from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.stream.reading.reader import ReaderJob
 
 TASKS_IN_FLIGHT = 2  # per reader, so that it never waits for the next one
 # Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
 # chain of executions of this many tasks.
 TASKS_PER_SEGMENT = 500
+_AUTO_THREADS_MAX = 16  # beyond, cutting and copying in this process are slower than decoding
 READER_RING = 2  # block buffers: Ray has copied one before it asks for the next; one more to be safe
 
 
@@ -29,24 +32,46 @@ class StreamOptions:
     """
 
     batch_size: int  # samples per batch of this rank
-    num_workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
+    num_workers: int = 2  # threads of this process that read, or with `processes` Ray processes; 0 = `auto_threads`
     prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `num_workers=0`)
     requests: int | None = None  # in flight per reader on remote stores; None = `data.store.requests`
     cluster: ClusterConfig = ClusterConfig()
     cache_in_memory: bool = True  # whether to use the resident copy passed to the stream
+    processes: bool = False
 
     def __post_init__(self) -> None:
         for name, minimum in {"batch_size": 1, "num_workers": 0, "prefetch_factor": 1, "requests": 1}.items():
             value = getattr(self, name)
             if name != "requests" or value is not None:
                 object.__setattr__(self, name, to_integer(name, value, minimum))  # an int, as Ray refuses numpy's
+        if not self.processes:
+            return
+        if self.num_workers == 0:
+            raise ConfigError(
+                "processes=True with num_workers=0 starts no reader; set num_workers to at least 1, or processes=False"
+            )
+        with needs_extra("processes=True", "ray"):
+            pass
+
+    @property
+    def num_processes(self) -> int:
+        """Number of Ray reader processes; 0 = threads of this process read."""
+        return self.num_workers if self.processes else 0
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads of this process that read; with processes, while these start."""
+        if self.num_workers and not self.processes:
+            return self.num_workers
+        return auto_threads(int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
         if training.ranks != 1 and cluster.worker_nodes == "auto":
             # Also for the one rank that `min_ranks: 1` may leave: it has reserved the cores of its readers.
             cluster = cluster.model_copy(update={"worker_nodes": "same"})
-        return cls(training.micro_batch, training.workers, training.prefetch_factor, cluster=cluster)
+        workers = training.workers
+        return cls(training.micro_batch, workers, training.prefetch_factor, cluster=cluster, processes=workers > 0)
 
 
 class StreamChanges(TypedDict, total=False):
@@ -56,6 +81,12 @@ class StreamChanges(TypedDict, total=False):
     prefetch_factor: int
     requests: int
     cache_in_memory: bool
+    processes: bool
+
+
+def auto_threads(local_ranks: int) -> int:
+    """Return the number of reader threads of each rank of a machine: one per usable core, at most 16."""
+    return max(1, min(int(usable_cores(os.getpid()) / local_ranks), _AUTO_THREADS_MAX))
 
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
@@ -66,9 +97,9 @@ def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Peak bytes in use in the object store: the regions in flight, which the trainer holds, and prefetched blocks.
 
-    0 with `num_workers=0`.  Pure.
+    0 without processes.  Pure.
     """
-    if options.num_workers == 0:
+    if options.num_processes == 0:
         return 0
     return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
 
@@ -77,7 +108,7 @@ def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, its current block,
     and a task being fetched to the trainer's machine.  Pure."""
     per_worker = TASKS_IN_FLIGHT * job.plan.regions_per_task + 1
-    return (options.num_workers * per_worker + job.plan.regions_per_task) * job.block_bytes
+    return (options.num_processes * per_worker + job.plan.regions_per_task) * job.block_bytes
 
 
 def batches_ahead(options: StreamOptions) -> int:
@@ -85,12 +116,12 @@ def batches_ahead(options: StreamOptions) -> int:
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Size of a private Ray's object store; 0 with `num_workers=0`.  Pure.
+    """Size of a private Ray's object store; 0 without processes.  Pure.
 
     The peak, plus the prefetched blocks again, because two executions overlap; plus a quarter, because Ray's limit is
     soft (0.25 GiB configured, 0.64 GiB measured); plus the plan's foreground maps, once for all readers.
     """
-    if options.num_workers == 0:
+    if options.num_processes == 0:
         return 0
     need = store_peak_bytes(job, options) + store_prefetch_bytes(job, options)
     return max(5 * need // 4, 2**28) + job.plan.map_bytes
@@ -106,7 +137,7 @@ def is_ray_connected() -> bool:
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
     """Raise ConfigError if /dev/shm cannot hold the object stores of all local ranks: Ray would silently use /tmp."""
     shared = Path("/dev/shm")
-    if options.num_workers == 0 or options.cluster.address is not None or not shared.is_dir():
+    if options.num_processes == 0 or options.cluster.address is not None or not shared.is_dir():
         return
     size = ranks * store_bytes(job, options)
     free = shutil.disk_usage(shared).free

@@ -1,4 +1,4 @@
-"""The regions of a stream's tasks, in order: read in this process, by Ray workers, or here until Ray has started."""
+"""The regions of a stream's tasks, in order: read by threads of this process, or by Ray workers once they run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vesuvius.stream.reading.resident import Resident
 from vesuvius.threads import on_thread
 from vesuvius.volumes.errors import Outage
 
-if TYPE_CHECKING:  # Ray is not needed with workers: 0
+if TYPE_CHECKING:  # Ray is not needed without processes
     from vesuvius.stream.ray.regions import RayRegions
     from vesuvius.stream.ray.session import Session
 
@@ -31,7 +31,7 @@ _RAY_START_TIMEOUT_S = 30.0
 
 
 class RegionSource(Iterator[Region]):
-    """The regions of consecutive tasks: here, those of the first `local_slots` slots (None = all); then Ray's.
+    """The regions of consecutive tasks: here, on `threads`, the first `local_slots` slots (None = all); then Ray's.
 
     `start`, called on its own thread, starts Ray and the workers of the other tasks, if there are any; `next` raises
     its ConfigError.  `marker` says that this process reads.  With a `resident` copy, regions are kept in it and are
@@ -46,11 +46,12 @@ class RegionSource(Iterator[Region]):
         marker: TrainerReadingMarker | None,
         start: Callable[[Iterator[Task]], RayRegions],
         local_slots: int | None = None,
+        threads: int = 1,
     ) -> None:
         self._resident, self._interrupted = resident, False
         tasks = iter(tasks)
         local, later = (tasks, None) if local_slots is None else _first_window(tasks, local_slots)
-        self._local = LocalRegions(job, local, resident, marker) if local else None
+        self._local = LocalRegions(job, local, resident, marker, threads) if local else None
         rest = takewhile(lambda _: not self._interrupted, chain([later or ()], tasks))
         self._ray = on_thread(start, rest, name="ray-start") if later else None
 
@@ -145,7 +146,9 @@ class RayOfStream:
 
         with self._starting:  # an earlier start may still be under way if the stream was reconfigured
             if self._session is None:
-                self._session = Session(options.cluster, options.num_workers, job.world_size, store_bytes(job, options))
+                self._session = Session(
+                    options.cluster, options.num_processes, job.world_size, store_bytes(job, options)
+                )
             if self.closed:
                 if threading.main_thread().is_alive():  # else Ray ends with the interpreter
                     self.end()
@@ -159,7 +162,7 @@ class RayOfStream:
 
     def fits(self, job: ReaderJob, options: StreamOptions) -> bool:
         """Whether Ray, if it runs, has room for the workers of these options."""
-        need = options.num_workers, job.world_size, store_bytes(job, options)
+        need = options.num_processes, job.world_size, store_bytes(job, options)
         return self._session is None or self._session.fits(*need)
 
     def end(self) -> None:

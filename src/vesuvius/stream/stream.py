@@ -28,7 +28,7 @@ from vesuvius.stream.options import (
     is_ray_connected,
     store_prefetch_bytes,
 )
-from vesuvius.stream.reading.local import REGIONS_AHEAD
+from vesuvius.stream.reading.local import blocks_of_threads
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.reader_stats import BlockReport, Readers, ReaderTotals
 from vesuvius.stream.reading.reading_log import TrainerReadingMarker, node_name
@@ -97,11 +97,10 @@ class PatchStream(Iterator[Batch]):
             self._drop_resident()
             raise
         # Without readers no other process could read instead.
-        marker = (
-            TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.num_workers else None
-        )
-        if resident is not None and job.plan.is_small and not (marker and marker.was_interrupted):
-            options = replace(options, num_workers=0)
+        marker = TrainerReadingMarker(Path(job.reading_log_dir)) if job.reading_log_dir and options.processes else None
+        interrupted_before = marker is not None and marker.was_interrupted
+        if resident is not None and options.processes and job.plan.is_small and not interrupted_before:
+            options = replace(options, num_workers=0, processes=False)
         self.options = options
         self._next_sample = first
         self._ended_readers = 0  # number that ended because the resident copy is full
@@ -141,7 +140,7 @@ class PatchStream(Iterator[Batch]):
         check_process("PatchStream", self._pid)
         if self._failure is not None:
             raise self._failure
-        if self._resident is not None and self._resident.first_pass_done and self.options.num_workers:
+        if self._resident is not None and self._resident.first_pass_done and self.options.processes:
             self._end_readers()
         if (feeder := self._feeder) is None:
             raise ClosedError("The stream is closed; open another PatchStream")
@@ -219,8 +218,8 @@ class PatchStream(Iterator[Batch]):
         """Describe what delays the next batch.  Any thread may call it."""
         if (feeder := self._feeder) is None:
             return "the workers to start or stop"
-        workers, source = self.options.num_workers, self._source
-        readers = format_count(workers, "worker") if workers else "no workers: the trainer reads the data"
+        workers, source = self.options.num_processes, self._source
+        readers = format_count(workers or self.options.num_threads, "worker" if workers else "reader thread")
         if workers and not self._ray.has_started:
             readers = f"Ray is starting {format_count(workers, 'worker')}"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
@@ -242,13 +241,13 @@ class PatchStream(Iterator[Batch]):
     @property
     def resident_frees_memory(self) -> bool:
         """Whether `reconfigure(cache_in_memory=False)` frees memory, as the regions in flight then take some."""
-        held = (self._job.plan.regions_in_flight + REGIONS_AHEAD) * self._job.block_bytes
+        held = blocks_of_threads(self._job.plan.regions_in_flight, self.options.num_threads) * self._job.block_bytes
         return self._resident is not None and Resident.size_bytes(self._job) > held
 
     @property
     def num_readers_without_resident(self) -> int:
-        """Number of readers to use without the resident copy: the current ones, or those it made unnecessary."""
-        return self.options.num_workers or self._ended_readers
+        """Number of processes to use without the resident copy: the current ones, or those it made unnecessary."""
+        return self.options.num_processes or self._ended_readers
 
     @property
     def reader_deaths(self) -> int:
@@ -256,8 +255,8 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def num_readers_with_work(self) -> int:
-        """Number of readers that still have tasks: fewer than `options.num_workers` near the end of the samples."""
-        return min(self.options.num_workers, self._source.tasks_left) if self._source else self.options.num_workers
+        """Number of reader processes that still have tasks: fewer than there are near the end of the samples."""
+        return min(self.options.num_processes, self._source.tasks_left) if self._source else self.options.num_processes
 
     @property
     def num_readers_alive(self) -> int | None:
@@ -266,8 +265,8 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def max_blocks_ahead(self) -> int:
-        """Maximum number of blocks that readers produce ahead of the trainer; 0 with `num_workers=0`."""
-        return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.num_workers else 0
+        """Maximum number of blocks that readers produce ahead of the trainer; 0 without processes."""
+        return store_prefetch_bytes(self._job, self.options) // self._job.block_bytes if self.options.processes else 0
 
     @property
     def reader_totals(self) -> ReaderTotals:
@@ -305,7 +304,7 @@ class PatchStream(Iterator[Batch]):
 
     def _open_source(self, job: ReaderJob, tasks: Iterator[Task]) -> RegionSource:
         local_slots = None
-        if self.options.num_workers:
+        if self.options.processes:
             if not self._ray.fits(job, self.options):
                 self._ray.end()
             local_slots = 0
@@ -314,7 +313,7 @@ class PatchStream(Iterator[Batch]):
                 if not (self._marker and self._marker.was_interrupted):
                     local_slots = job.plan.regions_in_flight
         start = partial(self._ray.start, job, self.options)
-        return RegionSource(job, tasks, self._resident, self._marker, start, local_slots)
+        return RegionSource(job, tasks, self._resident, self._marker, start, local_slots, self.options.num_threads)
 
     def _close_readers(self) -> None:
         feeder, source = self._feeder, self._source
@@ -334,7 +333,8 @@ class PatchStream(Iterator[Batch]):
         with self._changing:
             self._close_readers()
             self._ray.end()
-            self._ended_readers, self.options = self.options.num_workers, replace(self.options, num_workers=0)
+            self._ended_readers = self.options.num_processes
+            self.options = replace(self.options, num_workers=0, processes=False)
             self._open_readers()
         text = (
             f"From sample {self._next_sample} on, patches are cut from the volumes in memory; the workers ended in "
@@ -349,7 +349,7 @@ class PatchStream(Iterator[Batch]):
 
     def _take_report(self, report: BlockReport) -> None:
         """Process a reader's report, on the feeder's thread."""
-        died = self._readers.add(report, self.options.num_workers)
+        died = self._readers.add(report, self.options.num_processes)
         if died is not None and (source := self._source) is not None:
             source.report_replaced(report.actor, *died)
         for record in report.quarantined:

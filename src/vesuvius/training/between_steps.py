@@ -184,10 +184,8 @@ class GuardActions:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._options = StreamOptions.from_config(run.config.training, run.config.cluster)  # as last seen
-        self._kept, self._readers_again = (
-            False,
-            self._options.num_workers,
-        )  # whether volumes were, and readers without them
+        self._kept = False  # whether volumes were
+        self._readers_again = self._options.num_processes  # readers without them
         self.reason: str | None = None
 
     def exit(self, order: Order) -> None:
@@ -203,7 +201,7 @@ class GuardActions:
         if order is not None and order.action != "exit":
             self._reopen(order, feed)
             monitor.carried_out()
-        stream, workers, smaller = feed.stream, self._options.num_workers, self._smaller()
+        stream, workers, smaller = feed.stream, self._options.num_processes, self._smaller()
         monitor.loop_status = LoopStatus(
             step=self._run.progress.step,
             step_s=longest_step_s,
@@ -211,14 +209,15 @@ class GuardActions:
             local_readers=stream.local_readers(),
             workers=workers,
             can_drop=stream.resident_frees_memory,
-            can_shrink=(smaller.num_workers, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
+            can_shrink=(smaller.num_processes, smaller.prefetch_factor) != (workers, self._options.prefetch_factor),
         )
 
     def record_exit(self, limit_name: str) -> tuple[str, str]:
         """Record that the guard ended the run; returns why, and how to continue with less memory or a higher limit."""
         assert self.reason is not None
         self._record("exit", self.reason)
-        self._options = replace(self._options, num_workers=self._readers_again)
+        again = self._readers_again
+        self._options = replace(self._options, num_workers=again, processes=again > 0)
         workers, kept = self._smaller().num_workers, "data.resident=0 " if self._kept else ""
         remedy = f"continue with --resume {kept}training.workers={workers} training.prefetch_factor=1"
         if not kept and workers == self._options.num_workers and self._options.prefetch_factor == 1:
@@ -235,13 +234,13 @@ class GuardActions:
         return replace(self._options, num_workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
-        options = self._smaller() if order.action == "shrink" else self._options
+        options, again = self._smaller() if order.action == "shrink" else self._options, self._readers_again
         changes: StreamChanges = {"num_workers": options.num_workers, "prefetch_factor": options.prefetch_factor}
         text = f"training.workers={options.num_workers}, training.prefetch_factor={options.prefetch_factor}"
         if order.action == "restart":
             text = "restarting leaking workers"
         if order.action == "drop":
-            changes = {"num_workers": self._readers_again, "cache_in_memory": False}
+            changes = {"num_workers": again, "processes": again > 0, "cache_in_memory": False}
             text = "dropping the volumes kept in memory; they are read again (data.resident=0)"
         log.warning("memory guard: %s: %s", text, order.reason)
         self._record(order.action, order.reason, **changes)

@@ -2,7 +2,7 @@
 
 Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels come from their metadata) and bare arrays, from disk and
 from remote stores.  Bytes are fetched ahead: a few chunks from disk, whole regions from remote stores.  Chunks are
-decoded on the reading thread, or ahead of it on several others.
+decoded on the reading thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, broken_link, one_line
-from vesuvius.threads import Pool
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import (
@@ -52,7 +51,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _AHEAD = 4  # chunks fetched from disk while another one is decoded: hides the latency of a network mount
-_DECODED_AHEAD = 8  # chunks decoded by other threads while one is copied
 _SAME_SIZE = 0.02  # of a voxel size: writers round it
 _TRIES = 3  # reads of a chunk, bypassing all caches after the first, before it counts as damaged
 
@@ -143,7 +141,6 @@ class Volume:
         box: Box,
         out: NDArray[Any] | None = None,
         before: Callable[[Triple], None] = lambda chunk: None,
-        decoders: Pool | None = None,
     ) -> NDArray[Any]:
         """Read and decode a box into `out`; absent chunks have the fill value.  Blocks and retries during an outage.
 
@@ -153,8 +150,7 @@ class Volume:
         Args:
             out: destination, of the volume's dtype or one that holds all its values, and of the shape of the box; by
                 default a new array.
-            before: called with each chunk before it is used; an exception ends the read.
-            decoders: threads that decode ahead, regardless of `before`; None = decode on this thread.
+            before: called with each chunk before it is decoded; an exception ends the read.
 
         Raises:
             UnreadableChunkError: a chunk cannot be decoded, fails its checksum, contains NaN or infinity while
@@ -173,11 +169,11 @@ class Volume:
         if not out.size:
             return out
         try:
-            for chunk, load in self._loads(box, decoders):
+            for chunk, fetch in self._fetches(box):
                 covered = self.grid.box_of(chunk)
                 part = intersection(covered, box)
                 before(chunk)
-                voxels = self._chunk(chunk, box, load)
+                voxels = self._chunk(chunk, box, fetch)
                 into = out[slices(part, box[0])]
                 into[...] = self.fill_value if voxels is None else voxels[slices(part, covered[0])]
                 self._replace_nonfinite(into)
@@ -218,23 +214,6 @@ class Volume:
     def close(self) -> None:
         self.source.close()
 
-    def _loads(self, box: Box, decoders: Pool | None) -> Iterator[tuple[Triple, Callable[[], NDArray[Any] | None]]]:
-        fetches = self._fetches(box)
-        if decoders is None:
-            return ((chunk, partial(self._load, fetch)) for chunk, fetch in fetches)
-        decoding = ((chunk, self._start_decoding(fetch, decoders)) for chunk, fetch in fetches)
-        return _started_ahead(decoding, _DECODED_AHEAD)
-
-    def _start_decoding(self, fetch: Callable[[], bytes | None], decoders: Pool) -> Future[NDArray[Any] | None]:
-        """Wait for the bytes here, so that decoders never block; errors are raised in the order of the chunks."""
-        try:
-            data = fetch()
-        except Exception as error:
-            failed: Future[NDArray[Any] | None] = Future()
-            failed.set_exception(error)
-            return failed
-        return decoders.submit(self._load, lambda: data)
-
     def _load(self, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
         if (data := fetch()) is None:
             return None
@@ -260,7 +239,7 @@ class Volume:
                 yield chunk, partial(self.grid.fetch, chunk, self.source.get)
             return
         fetching = ((chunk, self.source.start(self.grid.fetch, chunk, self.source.get)) for chunk in chunks)
-        yield from _started_ahead(fetching, _AHEAD)
+        yield from _started_ahead(fetching)
 
     def _staged_bytes(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         started = time.perf_counter()
@@ -269,11 +248,11 @@ class Volume:
         finally:
             self.wait_s += time.perf_counter() - started
 
-    def _chunk(self, chunk: Triple, box: Box, load: Callable[[], NDArray[Any] | None]) -> NDArray[Any] | None:
+    def _chunk(self, chunk: Triple, box: Box, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
         """The voxels of a chunk, None if it is air; one that seems damaged is fetched again, bypassing all caches."""
         for tries_left in reversed(range(_TRIES)):
             try:
-                voxels = load()
+                voxels = self._load(fetch)
                 if voxels is None:
                     self.missing.check_absent(chunk, box)
                     return None
@@ -295,7 +274,7 @@ class Volume:
                 self.source.count(retries=1)
                 self.missing.check_metadata(at_once=True)  # if the volume is gone, its chunks are not damaged
                 self.grid.forget(self.grid.box_of(chunk))
-                load = partial(self._load, partial(self.grid.fetch, chunk, self.source.get))
+                fetch = partial(self.grid.fetch, chunk, self.source.get)
         raise AssertionError("the last attempt returns or raises")
 
     def _replace_nonfinite(self, voxels: NDArray[Any]) -> None:
@@ -313,12 +292,12 @@ class Volume:
         return UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
 
 
-def _started_ahead(futures: Iterable[tuple[Triple, Future[T]]], count: int) -> Iterator[tuple[Triple, Callable[[], T]]]:
-    """Yield each chunk with a function that waits for its future, once the next `count` futures have started."""
+def _started_ahead(futures: Iterable[tuple[Triple, Future[T]]]) -> Iterator[tuple[Triple, Callable[[], T]]]:
+    """Yield each chunk with a function that waits for its future, once the next ones have started."""
     started: deque[tuple[Triple, Future[T]]] = deque()
     for each in futures:
         started.append(each)
-        if len(started) > count:
+        if len(started) > _AHEAD:
             chunk, future = started.popleft()
             yield chunk, future.result
     yield from ((chunk, future.result) for chunk, future in started)

@@ -1,4 +1,4 @@
-"""Regions that this process reads until Ray has started: all in the order of the plan, and none of them twice."""
+"""Regions that threads of this process read, all or until Ray has started: in the order of the plan, none twice."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stream.test_stream import make_job
+from tests.stream.test_stream import collect, make_job
 from tests.support import fork_server
 from tests.support.orphans import MARK, bearers_of
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.plan.plan import Task
-from vesuvius.stream.options import StreamOptions
+from vesuvius.stream import options as stream_options
+from vesuvius.stream.options import StreamOptions, auto_threads
 from vesuvius.stream.reading.local import LocalRegions
-from vesuvius.stream.reading.reader import ReaderJob, Region
+from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region
 from vesuvius.stream.source import RayOfStream, RegionSource
 from vesuvius.stream.stream import PatchStream
 from vesuvius.threads import on_thread
@@ -40,6 +43,67 @@ def slots(regions: Iterator[Region]) -> list[int]:
 
 def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Any]) -> RegionSource:
     return RegionSource(job, job.tasks(FIRST, stop), None, None, start, job.plan.regions_in_flight)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 11])
+def test_regions_in_use_stay_as_they_were_read_however_far_the_readers_are(job: ReaderJob, threads: int) -> None:
+    """A block too few, or a reader a region too far, overwrites the oldest region before the cutter drops it."""
+    in_use = deque[tuple[Region, bytes]](maxlen=job.plan.regions_in_flight)
+    regions, read = LocalRegions(job, job.tasks(FIRST, STOP), threads=threads), list[int]()
+    for region in regions:
+        read.append(region.visit.slot)
+        in_use.append((region, region.voxels[0].tobytes()))
+        assert len(regions._reading) <= threads + 1
+        wait(regions._reading)
+        assert all(region.voxels[0].tobytes() == voxels for region, voxels in in_use)
+    assert read == [slot for task in job.tasks(FIRST, STOP) for slot in task]
+    regions.close()
+
+
+def test_threads_change_no_byte_and_are_one_process_whose_work_adds_up(job: ReaderJob) -> None:
+    streams = [PatchStream(job, StreamOptions(4, threads), stop=320) for threads in (1, 3)]
+    with streams[0] as one, streams[1] as three:
+        expected, _ = collect(one, 80)
+        parts = [collect(three, 50)[0]]
+        assert set(three.readers) == {os.getpid()}, "its memory once, not for each thread"
+        assert not three.events, "two readers of a process are not a dead one and its replacement"
+        three.reconfigure(num_workers=5)
+        parts.append(collect(three, 30)[0])
+        assert b"".join(part.tobytes() for part in parts) == expected.tobytes()
+        assert one.reader_totals.blocks == len({job.plan.mixing.slot_of(index) for index in range(320)})
+        assert three.reader_totals.bytes_read >= one.reader_totals.bytes_read
+
+
+def test_an_error_is_raised_at_its_region_though_others_are_read_before(
+    job: ReaderJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, wanted = Reader.blocks, [slot for task in job.tasks(FIRST, STOP) for slot in task]
+
+    def broken(self: Reader, task: Task, ahead: Task = ()) -> Iterator[Block]:
+        if task == (wanted[5],):
+            raise DataError("broken")
+        return blocks(self, task, ahead)
+
+    monkeypatch.setattr(Reader, "blocks", broken)
+    regions = LocalRegions(job, job.tasks(FIRST, STOP), threads=4)
+    assert slots(itertools.islice(regions, 5)) == wanted[:5]
+    with pytest.raises(DataError, match="broken"):
+        next(regions)
+    regions.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_ranks", "threads"),
+    [(2.0, 1, 2), (3.5, 1, 3), (0.5, 1, 1), (64.0, 1, 16), (64.0, 8, 8), (4.0, 8, 1)],
+)
+def test_without_a_number_there_is_a_thread_for_each_core_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, cores: float, local_ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(stream_options, "usable_cores", lambda pid: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    assert auto_threads(local_ranks) == StreamOptions(1, 0).num_threads == threads
+    assert StreamOptions(1, 4, processes=True).num_threads == threads, "until Ray has started"
+    assert StreamOptions(1, 20).num_threads == 20
 
 
 def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job: ReaderJob) -> None:
@@ -77,7 +141,7 @@ def test_after_a_trainer_died_reading_the_workers_read_everything(
     for died in (False, True):
         if died:
             (tmp_path / "trainer-reads").touch()
-        with PatchStream(job, StreamOptions(4, 1), stop=1000) as stream:
+        with PatchStream(job, StreamOptions(4, 1, processes=True), stop=1000) as stream:
             next(stream)
             assert (tmp_path / "trainer-reads").exists() != died, "as long as it reads"
             for _ in stream:
@@ -154,7 +218,7 @@ def interrupted():
 when, source._RAY_START_TIMEOUT_S = sys.argv[2], float(sys.argv[3])
 data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(8, 16, 16), regions_in_flight=8)
 with PatchStream(
-    prepare_data(0, data).job, StreamOptions(batch_size=4, num_workers=1), interrupted=interrupted
+    prepare_data(0, data).job, StreamOptions(4, 1, processes=True), interrupted=interrupted
 ) as stream:
     print(next(stream).indices.tolist())
     try:

@@ -17,9 +17,11 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, open_stream
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.plan.plan import Task
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.quarantine import parse_damaged_box
 from vesuvius.stream.reading.reader import Reader, ReaderJob, region_in
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
 from vesuvius.volumes.box import intersects
 
 SHAPE, SHARD, CHUNK = (96, 96, 96), 48, 16
@@ -125,10 +127,10 @@ def test_slots_do_not_depend_on_their_reader_or_on_known_damage(job: ReaderJob) 
 def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJob, world: int) -> None:
     with open_stream(job, batch_size=1, stop=96) as stream:
         expected, _ = collect(stream, 96)
-    for first in (6, 34, 70):
+    for first, threads in ((6, 1), (34, 3), (70, 16)):
         for rank in range(world):
             part = ReaderJob(**{**vars(job), "rank": rank, "world_size": world})
-            with open_stream(part, batch_size=1, first=first) as stream:
+            with PatchStream(part, StreamOptions(1, threads), first=first) as stream:
                 patches, indices = collect(stream, 6)
             np.testing.assert_array_equal(patches, expected[indices])
 
@@ -139,6 +141,6 @@ def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJo
 def test_ray_readers_deliver_the_same_samples(job: ReaderJob, workers: int) -> None:
     with open_stream(job, batch_size=8) as stream:
         expected, _ = collect(stream, 150)
-    with open_stream(job, batch_size=8, num_workers=workers) as stream:
+    with open_stream(job, batch_size=8, processes=workers) as stream:
         patches, _ = collect(stream, 150)
     assert patches.tobytes() == expected.tobytes()

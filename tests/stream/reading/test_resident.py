@@ -129,11 +129,11 @@ def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_pa
     count = batches_of_passes(job, 6)
     with PatchStream(job, StreamOptions(4, 0)) as reading:
         expected, places = take(reading, count), reading.quarantined
-    with PatchStream(job, StreamOptions(4, 2), resident=Resident(job)) as stream:
+    with PatchStream(job, StreamOptions(4, 2, processes=True), resident=Resident(job)) as stream:
         assert take(stream, 1) == expected[:1]
         assert stream.options.num_workers == 2
         assert take(stream, count - 1) == expected[1:]
-        assert stream.options.num_workers == stream.num_readers_with_work == stream.max_blocks_ahead == 0
+        assert stream.options.num_processes == stream.num_readers_with_work == stream.max_blocks_ahead == 0
         assert [event.kind for event in stream.events if event.kind != "quarantine"] == ["resident"]
         assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
 
@@ -205,10 +205,10 @@ def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytes
     job, asked = replace(plain(tmp_path), world_size=world), list[int]()
     resident = Resident(job, sharers=world)
     monkeypatch.setattr(RayOfStream, "start", lambda self, job, options, tasks: LocalRegions(job, tasks))
-    with PatchStream(job, StreamOptions(4, 2), resident=resident) as stream:
+    with PatchStream(job, StreamOptions(4, 2, processes=True), resident=resident) as stream:
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
-            asked.append(stream.options.num_workers)
+            asked.append(stream.options.num_processes)
         assert stream.num_readers_without_resident == 2
     before = (job.plan.slots_per_pass - job.plan.regions_in_flight) * job.plan.patches_per_region // (4 * world)
     assert 0.7 * before < asked.count(2) <= 1.1 * batches_of_passes(job, 1, 4 * world)

@@ -152,11 +152,18 @@ def test_if_fewer_workers_do_not_help_the_warning_names_the_largest_owner(
 
 
 @pytest.mark.usefixtures("some_network")
-def test_ranks_of_one_machine_each_need_memory_but_share_one_checkpoint_copy(planned: Plan) -> None:
-    config, _, one = planned()
+def test_ranks_of_one_machine_each_need_memory_but_share_one_checkpoint_copy(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = {1: 4, 3: 4}  # threads of a rank, by ranks
+    monkeypatch.setattr(plan_module, "auto_threads", lambda ranks: cores[ranks])
+    config, data, one = planned()
     three, copy = planned("training.ranks=3")[2], sum(checkpoint_sizes(config))
     assert of(three, "trainer") - copy == 3 * (of(one, "trainer") - copy) > 0
     assert "by 3 ranks on this machine" in three.lines()[0]
+    cores[3] = 1
+    fewer = planned("training.ranks=3")[2]
+    assert of(three, "trainer") - of(fewer, "trainer") >= 3 * 3 * data.job.block_bytes, "a block for each thread"
     assert "ranks" not in planned("training.ranks=3", "cluster.address=HEAD:6379")[2].lines()[0]
 
 

@@ -75,7 +75,7 @@ class WorkingPath(StillStream):
 
     def work(self, **figures: Any) -> None:
         """One second of decoding and cutting."""
-        decode_s = self.reader_totals.decode_s + 0.95 * self.options.num_workers
+        decode_s = self.reader_totals.decode_s + 0.95 * self.options.num_processes
         self._blocks += self.blocks_a_step
         self.reader_totals = replace(self.reader_totals, decode_s=decode_s, blocks=int(self._blocks))
         more = FeederStats(0.01, 0.97, 0.0, 2, 2 * self.runs_empty, 4000)
@@ -95,7 +95,7 @@ class Judged:
     ranks: Ranks = SINGLE
 
     def __post_init__(self) -> None:
-        self.path = WorkingPath(StreamOptions(2, num_workers=2))
+        self.path = WorkingPath(StreamOptions(2, num_workers=2, processes=True))
         run = replace(run_context(self.config, self.directory), ranks=self.ranks)
         self.machine = FixedMachine(self.rates, self.short)
         self.verdicts = Verdicts(run, self.path, self.machine)

@@ -268,7 +268,7 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
     source = config.training.workers
     most = max(source, int(cores * (READERS_PER_CORE if remote else 1)), 1)
     while most > source:
-        options = replace(StreamOptions.from_config(config.training, config.cluster), num_workers=most)
+        options = replace(StreamOptions.from_config(config.training, config.cluster), num_workers=most, processes=True)
         try:
             check_store(data.job, options, ranks)
             return most

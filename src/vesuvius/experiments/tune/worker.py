@@ -112,6 +112,7 @@ class TuneWorker:
                     # Raises ConfigError if impossible, which ends this trainer.
                     self._stream.reconfigure(
                         num_workers=knobs["workers"],
+                        processes=knobs["workers"] > 0,
                         prefetch_factor=knobs["prefetch_factor"],
                         requests=knobs["requests"],
                     )
@@ -230,7 +231,7 @@ class TuneWorker:
         self._sample_memory()
 
     def _length(self, batch: int, seconds: float) -> TrialLength:
-        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.num_workers), seconds)
+        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.num_processes), seconds)
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight."""
@@ -255,7 +256,7 @@ class TuneWorker:
 
     def _figures(self, since: ReaderTotals, samples: int, took_s: float) -> Figures:
         """The measurement; samples read ahead count with the time that the readers need for them."""
-        plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.num_workers
+        plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.num_processes
         # The cold start of the readers counts only if nothing was read later.
         before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
         reader_s, decode_s = reader_times(before, now, plan.patches_per_region) or (None, None)

@@ -86,7 +86,7 @@ class Segment:
     """One Ray Data execution over a list of tasks.  Starts at once and fetches its first block on its own thread."""
 
     def __init__(self, job: ReaderJob, job_ref: Any, tasks: list[Task], options: StreamOptions) -> None:
-        workers, local = options.num_workers, readers_are_local(options.cluster, job.world_size)
+        workers, local = options.num_processes, readers_are_local(options.cluster, job.world_size)
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # Number of blocks up to the end of each task; the first and the last task may be short.
         self._ends = list(itertools.accumulate(len(task) for task in tasks))
@@ -226,7 +226,7 @@ _END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
 
 
 class RayRegions(Iterator[Region]):
-    """The regions of tasks, in order, read by `options.num_workers` Ray actors: views of the object store, not to keep.
+    """The regions of tasks, in order, read by `options.num_processes` Ray actors: views of the object store.
 
     `on_spill` is called on another thread, with a log line and its data, after Ray spilled objects to disk; `on_death`
     likewise for each reader that died: an error that it returns ends the stream.

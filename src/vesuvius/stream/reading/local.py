@@ -1,12 +1,12 @@
-"""Reads regions in this process: all with `workers: 0`, else the first ones while Ray starts."""
+"""Reads regions on threads of this process: all of them without worker processes, else the first while Ray starts."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, pairwise
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain, islice
 
 import numpy as np
 
@@ -14,21 +14,29 @@ from vesuvius.errors import DataError
 from vesuvius.plan.plan import Task, Visit
 from vesuvius.stream.reading.reader import Reader, ReaderJob, Region, region_in
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.threads import on_thread
+from vesuvius.threads import Pool
 from vesuvius.volumes.box import intersection, shape_of
 from vesuvius.volumes.errors import Outage, OutageError
 
-REGIONS_AHEAD = 2
-"""Regions read ahead of those in flight."""
-_DECODERS = 4
 _CLOSE_TIMEOUT_S = 1.0
 
 
-class LocalRegions(Iterator[Region]):
-    """Regions read in this process, one ahead of the cutter, within the context `marker`.
+def blocks_of_threads(in_use: int, threads: int) -> int:
+    """Number of blocks that reader threads hold together while the cutter uses some: up to twice as many more."""
+    return threads * _ring(in_use, threads)
 
-    Reading and decoding run on their own threads: codecs and copies release the GIL.  With a `resident` copy the
-    missing part of a region is read into it, and the region is delivered as views of it.
+
+def _ring(in_use: int, threads: int) -> int:
+    """Blocks of each of several readers that take turns: those in use, one being read by each, and one ahead."""
+    return -(-(in_use + threads + 1) // threads)
+
+
+class LocalRegions(Iterator[Region]):
+    """Regions in order, read by `threads` readers in turn within the context `marker`.
+
+    Codecs and copies release the GIL.  Each reader has a thread and volumes of its own, and decodes one region ahead of
+    the cutter.  With a `resident` copy the missing part of a region is read into it, and the region is delivered as
+    views of it.
     """
 
     def __init__(
@@ -37,63 +45,92 @@ class LocalRegions(Iterator[Region]):
         tasks: Iterable[Task],
         resident: Resident | None = None,
         marker: AbstractContextManager[None] | None = None,
+        threads: int = 1,
     ) -> None:
         self._job, self._resident = job, resident
-        ring = 2 if resident else job.plan.regions_in_flight + REGIONS_AHEAD
-        self._reader = Reader(job, ring, threads=min(os.cpu_count() or 1, _DECODERS))
-        self._regions: Generator[Region] = self._read(tasks, marker or nullcontext())
-        self._next: Future[Region | None] = on_thread(next, self._regions, None, name="reader")
+        # A region is in use until the cutter asks for the one M later; with a copy, until it is copied.
+        ring = _ring(1 if resident else job.plan.regions_in_flight, threads)
+        self._pools = [Pool(1, "reader") for _ in range(threads)]
+        self._readers = [pool.submit(Reader, job, ring) for pool in self._pools]
+        self._readers[0].result()  # raises if the volumes cannot be opened
+        self._slots = chain.from_iterable(tasks)
+        self._coming = deque[int]()  # the next slots, whose chunks are fetched from remote stores
+        self._num_started = 0
+        self._reading = deque[Future[Region]]()  # regions that were not delivered, in order
+        self._context = ExitStack()
+        self._context.enter_context(marker or nullcontext())
+        for _ in range(threads + 1):
+            self._start()
 
-    def _read(self, tasks: Iterable[Task], marker: AbstractContextManager[None]) -> Generator[Region]:
-        with marker:
-            for task, ahead in pairwise(chain(tasks, [()])):
-                if self._resident is None:
-                    yield from self._read_blocks(task, ahead)
-                    continue
-                for slot in task:
-                    region = self._missing_part(self._job.plan.visit(slot), self._resident)
-                    # One that touches damage is replaced.
-                    for found in [region] if region else self._read_blocks((slot,)):
-                        yield self._resident.take(found)
+    def _start(self) -> None:
+        """Let the next reader read the next slot, if any is left."""
+        count = len(self._readers)
+        wanted = 1 + count * self._job.plan.regions_per_task
+        self._coming.extend(islice(self._slots, wanted - len(self._coming)))
+        if self._coming:
+            slot, ahead = self._coming.popleft(), tuple(islice(self._coming, count - 1, None, count))
+            turn = self._num_started % count
+            self._reading.append(self._pools[turn].submit(self._read, self._readers[turn], slot, ahead))
+            self._num_started += 1
 
-    def _read_blocks(self, task: Task, ahead: Task = ()) -> Iterator[Region]:
-        return (region_in(block, self._job) for block in self._reader.blocks(task, ahead))
+    def _read(self, opened: Future[Reader], slot: int, ahead: Task) -> Region:
+        reader, visit = opened.result(), self._job.plan.visit(slot)
+        if self._resident is not None:
+            if (region := self._missing_part(reader, visit, self._resident)) is not None:
+                return region
+            ahead = ()
+        (block,) = reader.blocks((slot,), ahead)
+        return region_in(block, self._job)
 
-    def _missing_part(self, visit: Visit, resident: Resident) -> Region | None:
+    def _missing_part(self, reader: Reader, visit: Visit, resident: Resident) -> Region | None:
         """Read what the copy lacks of a region; None if it cannot be read (reading it as a block reports why)."""
-        if self._reader.is_damaged(visit.volume, visit.region):
+        if reader.is_damaged(visit.volume, visit.region):
             return None
         if (missing := resident.missing(visit)) is None:
             return Region(visit, [])
         # Voxels outside the region are read for later ones; an error there must not affect this one.
         for box in dict.fromkeys((missing, intersection(missing, visit.region))):
-            if self._reader.is_damaged(visit.volume, box):
+            if reader.is_damaged(visit.volume, box):
                 continue
             voxels = [np.empty(shape_of(box), dtype) for dtype in self._job.dtypes]
             try:
-                self._reader.read(visit.volume, box, voxels)
+                reader.read(visit.volume, box, voxels)
             except OutageError:
                 raise
             except DataError:
                 continue
-            return Region(visit, voxels, self._reader.report(), box)
+            return Region(visit, voxels, reader.report(), box)
         return None
 
     def __next__(self) -> Region:
-        region = self._next.result()
-        if region is None:
-            raise StopIteration
-        self._next = on_thread(next, self._regions, None, name="reader")
-        return region
+        try:
+            self._start()
+            if not self._reading:
+                raise StopIteration
+            region = self._reading.popleft().result()
+        except BaseException:
+            self._context.close()
+            raise
+        return region if self._resident is None else self._resident.take(region)
 
     @property
     def outages(self) -> list[Outage]:
-        return self._reader.outages
+        return [outage for reader in self._opened() for outage in reader.outages]
 
     def interrupt(self) -> None:
-        self._reader.close()
+        for pool in self._pools:
+            pool.close()
+        for reader in self._opened():
+            reader.close()
 
     def close(self) -> None:
         """Release the regions, so that a resident copy can be freed at once."""
-        if wait([self._next], _CLOSE_TIMEOUT_S).done:  # otherwise it still reads from a network that does not answer
-            self._regions.close()
+        self.interrupt()
+        # Those that are not done read from a network that does not answer.
+        wait(list(self._reading), _CLOSE_TIMEOUT_S)
+        self._reading.clear()
+        self._context.close()
+
+    def _opened(self) -> list[Reader]:
+        done = [each for each in self._readers if each.done() and not each.cancelled()]
+        return [each.result() for each in done if each.exception() is None]

@@ -1,4 +1,4 @@
-"""Reads each region of a task once: in Ray actors, and in the trainer (`workers: 0`)."""
+"""Reads each region of a task once: in Ray actors, and on threads of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
 from vesuvius.stream.reading.reading_log import crashed_chunks, node_name, open_reading_log
-from vesuvius.threads import Pool
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
 from vesuvius.volumes.errors import Outage, UnreadableChunkError
@@ -110,14 +109,13 @@ class Reader:
     """Opens the volumes once, then turns tasks into blocks.
 
     The `ring` buffers are reused in turn: decoding into fresh memory takes twice as long.  `actor` is the id of the Ray
-    actor, '' without Ray.  With one thread, the reading thread decodes.
+    actor, '' without Ray.  For a single thread.
     """
 
-    def __init__(self, job: ReaderJob, ring: int, actor: str = "", threads: int = 1) -> None:
+    def __init__(self, job: ReaderJob, ring: int, actor: str = "") -> None:
         self._job = job
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._ring_index = 0
-        self._decoders = Pool(threads, "decode") if threads > 1 else None
         self._actor, self._began = actor, time.time()
         self._arrays = [_open_aligned(number, job) for number in range(len(job.data.volumes))]
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
@@ -171,8 +169,6 @@ class Reader:
         self._closed.set()
         for volume in self._opened:
             volume.close()
-        if self._decoders is not None:
-            self._decoders.close()
 
     @property
     def _block(self) -> Block:
@@ -232,8 +228,7 @@ class Reader:
         started = time.perf_counter()
         try:
             for position, ((volume, alignment), voxels) in enumerate(zip(self._arrays[volume_index], out, strict=True)):
-                read = partial(volume.read, decoders=self._decoders)
-                alignment.read(box, partial(read, before=partial(self._before, volume, box)), voxels)
+                alignment.read(box, partial(volume.read, before=partial(self._before, volume, box)), voxels)
                 if position == self._job.channels and self._job.data.class_values:
                     check_labels(voxels, self._job.data.class_values, volume.name, box)
                 self._bytes_read += _decoded_bytes(volume, alignment.array_box(box))

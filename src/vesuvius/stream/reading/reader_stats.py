@@ -55,6 +55,11 @@ class ReaderStats:
     rss_anon_bytes: int | None = None
     rss_anon_peak_bytes: int | None = None
 
+    def update(self, report: BlockReport) -> None:
+        self.rss_anon_bytes = report.rss_anon_bytes
+        if report.rss_anon_bytes is not None:
+            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+
 
 @dataclass
 class Readers:
@@ -72,24 +77,23 @@ class Readers:
     def add(self, report: BlockReport, workers: int) -> tuple[int, str] | None:
         """Add a report.  Returns pid and node of a process that died, if another one of the same actor has reported.
 
-        Beyond the number of `workers`, actors that have not reported for longest have ended.  This process counts as a
-        reader only if there are none.
+        Beyond the number of `workers`, actors that have not reported for longest have ended.  This process, which reads
+        on threads, counts as a reader only if there are none.
         """
         self.totals = self.totals.plus(report.done)
-        if workers and not report.actor:
+        if not report.actor:
+            if not workers:
+                self.living.setdefault(report.pid, ReaderStats(report.node)).update(report)
             return None
         process = report.began, report.pid
         # Blocks arrive in plan order: those of a process may come after those of its replacement.
         older, newer = sorted((process, self._newest.pop(report.actor, process)))
         self._newest[report.actor] = newer
-        while len(self._newest) > max(workers, 1):
+        while len(self._newest) > workers:
             self.living.pop(self._newest.pop(next(iter(self._newest)))[1], None)
         dead = self.living.pop(older[1], None) if older != newer else None
         if process == newer:
-            stats = self.living.setdefault(report.pid, ReaderStats(report.node))
-            stats.rss_anon_bytes = report.rss_anon_bytes
-            if report.rss_anon_bytes is not None:
-                stats.rss_anon_peak_bytes = max(stats.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+            self.living.setdefault(report.pid, ReaderStats(report.node)).update(report)
         return (older[1], dead.node if dead else report.node) if older != newer else None
 
     def clear(self) -> None:

@@ -26,11 +26,12 @@ from vesuvius.stream.options import (
     READER_RING,
     TASKS_PER_SEGMENT,
     StreamOptions,
+    auto_threads,
     batches_ahead,
     store_peak_bytes,
     store_prefetch_bytes,
 )
-from vesuvius.stream.reading.local import REGIONS_AHEAD
+from vesuvius.stream.reading.local import blocks_of_threads
 from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
@@ -279,12 +280,13 @@ def _reading(config: Config, data: PreparedData) -> dict[str, int]:
     # A coarser or finer condition also holds its region in its own voxels.
     own = [int(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n) for n in covered if n != 1]
     # Chunks being decoded, one per core, with their compressed bytes.
-    scratch = 2 * chunk_bytes * cores + max(own, default=0)
+    scratch = 2 * chunk_bytes * cores
     # At least one region is staged, whatever its size; compression is ignored.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
-        blocks = (job.plan.regions_in_flight + REGIONS_AHEAD) * job.block_bytes
-        return {"trainer": blocks + scratch + staged}
+        threads = auto_threads(num_local_ranks(config))
+        blocks = blocks_of_threads(job.plan.regions_in_flight, threads) * job.block_bytes
+        return {"trainer": blocks + scratch + threads * (max(own, default=0) + staged)}
     # In a longer run, the readers of two Ray Data executions overlap during the handover.
     all_tasks = job.tasks(0, config.stop_step * config.global_batch)
     tasks = sum(1 for _ in itertools.islice(all_tasks, TASKS_PER_SEGMENT + 1))
@@ -296,7 +298,7 @@ def _reading(config: Config, data: PreparedData) -> dict[str, int]:
     store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
     idle = max(cores - workers - 3, 0) * _RAY_IDLE_BYTES
     ray = _RAY_BYTES + idle if config.cluster.address is None else 0  # a cluster's Ray is not part of the run
-    of_reader = _READER_BYTES + READER_RING * job.block_bytes + scratch + staged
+    of_reader = _READER_BYTES + READER_RING * job.block_bytes + scratch + max(own, default=0) + staged
     return {"workers": readers * of_reader, "store": store, "Ray": ray}
 
 

@@ -122,7 +122,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
 
 def worker_died(run: RunContext, monitor: Monitor, stream: PatchStream, event: StreamEvent) -> None:
     """Write the post-mortem of a reader that was replaced."""
-    session = replace(run.session, workers=stream.options.num_workers)  # the guard may have reduced them
+    session = replace(run.session, workers=stream.options.num_processes)  # the guard may have reduced them
     death = examine_reader(event.fields, run.progress.step, session, monitor.recent_samples(), stream.local_readers())
     _record_death(run.directory, death)
 

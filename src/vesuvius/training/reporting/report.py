@@ -274,7 +274,7 @@ class StepReporter:
             "samples": config.global_batch,
             "workers": self._stream.num_readers_alive,
             "working": self._stream.num_readers_with_work,
-            "worker_max_bytes": max(peaks, default=None) if self._stream.options.num_workers else None,
+            "worker_max_bytes": max(peaks, default=None) if self._stream.options.processes else None,
             "eta_s": progress.time_left(config, self._run.stop.time_left_s()),
             "ranks": self._run.share.world,
             "slowest_rank": self.telemetry.slowest,  # of the previous step

@@ -167,7 +167,7 @@ class Verdicts:
             throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
             stopped_readers=self._machine.stopped_readers(),
-            reader_cores=self._reader_cores() if self._options.num_workers else None,
+            reader_cores=self._reader_cores() if self._options.processes else None,
             gpu_busy=_mean(self._gpu_busy),
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
         )
@@ -187,12 +187,13 @@ def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs
         compile=is_compiled(run.config.training, run.device),
         channels_last=uses_channels_last(run.config.training, run.device),
         on_gpu=run.device.type == "cuda",
-        workers=options.num_workers,
+        workers=options.num_processes,
+        reader_threads=options.num_threads,
         prefetch_factor=options.prefetch_factor,
         requests=options.requests or store.requests,
         cached=store.cache_dir is not None,
         threads=torch.get_num_threads(),
-        resident=stream.has_resident and options.num_workers == 0,
+        resident=stream.has_resident and not options.processes,
         memory_is_short=memory_is_short,
     )
 
