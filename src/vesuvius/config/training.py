@@ -79,7 +79,9 @@ class TrainingConfig(Section):
         1,
         description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun",
     )
-    workers: NonNegativeInt = Field(2, description="Ray worker processes per rank; 0 = threads of the trainer, one per core")
+    workers: NonNegativeInt = Field(
+        2, description="Ray worker processes per rank; 0 = threads of the trainer, one per core"
+    )
     prefetch_factor: PositiveInt = Field(2, description="batches prefetched per worker, in trainer memory")
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps per epoch (bookkeeping only)")
     epochs: PositiveInt = Field(1, description="epochs x steps_per_epoch = length of the run and of the schedule")
