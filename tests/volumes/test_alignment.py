@@ -208,6 +208,7 @@ class Grid:
     shape_zyx: Triple
     geometry: Geometry
     level: object = None
+    transform: object = None
 
 
 @pytest.mark.parametrize("scale", [4.0, 8.0, 12.0, 6.0, 2.0, (16.0, 8.0, 4.0)])

@@ -39,6 +39,16 @@ class ArrayConfig(Section):
         default=(),
         description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
     )
+    transform: PathText | None = Field(
+        default=None,
+        description="transform.json that places a condition, channel or mask relative to its volume, instead of OME "
+        "metadata (docs/volumes.md): a file or an address",
+    )
+    interpolation: Literal["nearest", "linear"] | None = Field(
+        default=None,
+        description="how a transform resamples: nearest for labels, linear for scans; null = nearest for integers and "
+        "bool, linear for floats and channels",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -46,6 +56,8 @@ class ArrayConfig(Section):
         return natural({"path": given} if isinstance(given, str | os.PathLike) else given)  # JSON's lists are tuples
 
     def contradictions(self) -> Iterator[str]:
+        if self.interpolation is not None and self.transform is None:
+            yield f"interpolation of {self.path} has no effect without a transform; add one, or remove it"
         if self.voxel_size_um is not None and "level" in self.model_fields_set:
             yield f"level {self.level} and voxel_size_um {self.voxel_size_um} both pick a level; remove one"
 
@@ -112,7 +124,10 @@ class VolumeConfig(ArrayConfig):
     @property
     def images(self) -> tuple[ArrayConfig, ...]:
         """The arrays that are channels of the image."""
-        return (self, *self.channels)
+        changed = (
+            {"interpolation": each.interpolation or "linear"} if each.transform else {} for each in self.channels
+        )
+        return (self, *(each.model_copy(update=to) for each, to in zip(self.channels, changed, strict=True)))
 
     @property
     def labels(self) -> tuple[ArrayConfig, ...]:
@@ -125,6 +140,8 @@ class VolumeConfig(ArrayConfig):
             yield "more_labels need a condition, the first of them; add it"
         if any(isinstance(each, VolumeConfig) for each in (*self.channels, *self.more_labels)):
             yield "channels and more_labels have no weight, mask or condition of their own; use ArrayConfig for them"
+        if self.transform is not None:
+            yield f"transform of {self.path} has no effect: it places another array on a volume; set it in that array"
 
 
 class AugmentConfig(Section):

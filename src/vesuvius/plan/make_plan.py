@@ -16,7 +16,7 @@ from vesuvius.plan.cells import lay_cells, patches_of
 from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts
 from vesuvius.plan.order import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
-from vesuvius.volumes.alignment import Alignment
+from vesuvius.volumes.alignment import Alignment, AnyAlignment
 from vesuvius.volumes.box import Box, format_box, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
@@ -74,7 +74,11 @@ def split_volume(
 
 
 def split_shared(
-    names: Sequence[str], boxes: Sequence[Box], grids: Sequence[Alignment], patch_zyx: Triple, config: ValidationConfig
+    names: Sequence[str],
+    boxes: Sequence[Box],
+    grids: Sequence[AnyAlignment],
+    patch_zyx: Triple,
+    config: ValidationConfig,
 ) -> list[Split]:
     """Hold out one slab of the voxels that several volumes share, across all of them.
 
@@ -117,7 +121,12 @@ def split_shared(
 
 
 def _around(
-    slab: tuple[Fraction, Fraction], axis: int, box: Box, grid: Alignment, patch_zyx: Triple, config: ValidationConfig
+    slab: tuple[Fraction, Fraction],
+    axis: int,
+    box: Box,
+    grid: AnyAlignment,
+    patch_zyx: Triple,
+    config: ValidationConfig,
 ) -> Split:
     """Split a box at a slab, which is given on the grid of another volume; the training box may be empty."""
     start, stop = ((edge - grid.offsets[axis]) / grid.factors[axis] for edge in slab)

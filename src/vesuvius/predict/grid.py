@@ -26,7 +26,7 @@ from vesuvius.predict.tiling import BlockGrid, Tiling, Window, overhang, overlap
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.threads import Pool, on_thread
-from vesuvius.volumes.alignment import Alignment, log_alignment
+from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, shifted, slices, triple
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -202,7 +202,7 @@ class _TileReader:
     last one.
     """
 
-    def __init__(self, array: Volume, alignment: Alignment, tiling: Tiling, box: Box, pool: Pool) -> None:
+    def __init__(self, array: Volume, alignment: AnyAlignment, tiling: Tiling, box: Box, pool: Pool) -> None:
         self.dtype = array.dtype
         self._array, self._alignment, self._tiling, self._origin, self._pool = array, alignment, tiling, box[0], pool
         (start, stop), chunk = alignment.array_box(box), array.chunk_zyx
@@ -256,7 +256,7 @@ def _integers(name: str, zyx: Any, least: int) -> Triple:
         raise ConfigError(f"{name} has {zyx!r} in place of three integers (z, y, x) of at least {least}") from None
 
 
-def _checked_box(box: Any, shape_zyx: Triple, alignments: Sequence[Alignment]) -> Box:
+def _checked_box(box: Any, shape_zyx: Triple, alignments: Sequence[AnyAlignment]) -> Box:
     """Return the box to cover, in which all arrays have voxels.  Raises ConfigError."""
     shared: Box = ((0, 0, 0), shape_zyx)
     for alignment in alignments:

@@ -28,7 +28,7 @@ from vesuvius.loader.patch_loader import PatchLoader, array_key
 from vesuvius.predict.tasks import BlockArray
 from vesuvius.predict.tiling import BlockGrid, overhang
 from vesuvius.stream.start.prepare import IntensityRange, prepare_data
-from vesuvius.volumes.alignment import Alignment, log_alignment
+from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, scale, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import Volume, open_volume
@@ -59,6 +59,10 @@ class Inputs:
             volumes += (opened.enter_context(open_volume(spec)) for spec in specs)
             names = ["the channel"] * len(channels) + ["the mask"]
             placed = [log_alignment(volumes[0], each, name) for each, name in zip(volumes, names, strict=False)]
+            if any(spec.transform for spec in specs):
+                raise ConfigError(
+                    "A channel or mask has a transform, which only loaders apply; resample it on one grid"
+                )
             covered = ((0, 0, 0), volumes[0].shape_zyx)
             for alignment in placed[: len(channels)]:
                 covered = intersection(covered, alignment.covered)
@@ -150,7 +154,7 @@ class Inputs:
 class _Array:
     """An array, its alignment with the first one, and the grid of its staged blocks, which begins at `origin`."""
 
-    def __init__(self, volume: Volume, alignment: Alignment, box: Box, path: Path) -> None:
+    def __init__(self, volume: Volume, alignment: AnyAlignment, box: Box, path: Path) -> None:
         self.volume, self.alignment = volume, alignment
         (first, stop), chunk = self.needed(box), volume.chunk_zyx
         self.origin = scale(triple(lo // size for lo, size in zip(first, chunk, strict=True)), chunk)

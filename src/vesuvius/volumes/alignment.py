@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from pathlib import PurePath
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
+from vesuvius.volumes.affine import AffineAlignment, Floats, as_rows
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.geometry import MICROMETERS, VOXELS, Geometry
+from vesuvius.volumes.geometry import MICROMETERS, VOXELS, Geometry, space_of
 from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ ONES: Fractions = (Fraction(1), Fraction(1), Fraction(1))
 ZEROS: Fractions = (Fraction(0), Fraction(0), Fraction(0))
 
 _POWERS = {2**n for n in range(16)}
+_PLAUSIBLE = 1.5  # ratio of two ratios of voxel sizes
 _EQUAL = 1e-3  # voxels: remainders that differ by less count as equal
 # Writers round scales: a factor is the first ratio of integers with a denominator in this range that moves no voxel by
 # more than half a voxel.
@@ -48,6 +51,7 @@ class Alignment:
     factors: Fractions = ONES  # voxels of the volume per voxel of the array; below 1 if the array is finer
     offsets: Fractions = ZEROS  # start of the array in voxels of the volume
     caveat: str | None = field(default=None, compare=False)  # set if the metadata alone do not determine the alignment
+    transform: ClassVar[None] = None
 
     @property
     def covered(self) -> Box:
@@ -121,15 +125,16 @@ class Alignment:
         return math.floor(self.offsets[axis] + self.factors[axis] * index + Fraction(1, 2))
 
 
-def align(volume: Volume, array: Volume, what: str) -> Alignment:
-    """Align an array, called `what` in messages, with a volume by their metadata, or else by their shapes.
+def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
+    """Align an array, called `what` in messages, with a volume: by its transform, their metadata, or their shapes.
 
     Raises DataError: the alignment is unknown or contradictory, or the two do not overlap.
     """
     if array is volume:
         return Alignment(volume.shape_zyx, array.shape_zyx)
+    found: AnyAlignment
     try:
-        found = _aligned(volume, array)
+        found = _aligned(volume, array) if array.transform is None else _transformed(volume, array, *array.transform)
         if not intersects(found.covered, ((0, 0, 0), volume.shape_zyx)):
             raise _AlignmentError("they do not overlap")
         if shape_of(found.array_box(found.covered)) == (1, 1, 1) != array.shape_zyx:
@@ -142,6 +147,9 @@ def align(volume: Volume, array: Volume, what: str) -> Alignment:
             "level"
         ) from error
     return found
+
+
+AnyAlignment = Alignment | AffineAlignment
 
 
 def fits(size: int, count: int, factor: Fraction) -> bool:
@@ -164,7 +172,7 @@ def describe_geometry(volume: Volume) -> str:
     return f"{volume.shape_zyx} voxels of {' x '.join(scale)} {units} {begins}"
 
 
-def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
+def log_alignment(volume: Volume, array: Volume, what: str) -> AnyAlignment:
     """Call `align` and log its caveat, or that the array covers only part of the volume."""
     found = align(volume, array, what)
     partial = found.covered != ((0, 0, 0), volume.shape_zyx)
@@ -179,6 +187,58 @@ def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
 
 class _AlignmentError(Exception):
     """The reason why two grids cannot be aligned."""
+
+
+def _transformed(volume: Volume, array: Volume, matrix: Floats, fixed: str) -> AnyAlignment:
+    """Align by a transform between their levels 0, into the one of the two named `fixed`.  Raises _AlignmentError."""
+    name, parts = PurePath(fixed).stem, PurePath(volume.source.address).parts
+    if name in [part.removesuffix(".zarr") for part in parts]:  # else the array is, as in the data sets of villa
+        matrix = np.linalg.inv(matrix)
+    matrix = _level_matrix(array) @ matrix @ np.linalg.inv(_level_matrix(volume))
+    if (here := volume.voxel_size_um) and (there := array.voxel_size_um):
+        found, by_size = np.cbrt(abs(np.linalg.det(matrix))), np.cbrt(math.prod(here) / math.prod(there))
+        if not 1 / _PLAUSIBLE < found / by_size < _PLAUSIBLE:
+            raise _AlignmentError(
+                f"a voxel of the volume is {found:.3g} times as long as its voxels by the transform, but {by_size:.3g} "
+                f"times by the scales; fixed_volume ({fixed}) must name the volume if the transform leads into it"
+            )
+    factors, offsets = [], []
+    for scale, shift, *sizes in zip(np.diag(matrix)[:3], matrix[:3, 3], volume.shape_zyx, array.shape_zyx, strict=True):
+        if scale > 0 and (factor := _factor(1 / scale, *sizes)):
+            factors.append(factor)
+            offsets.append(_offset(factor, 0.5 - (shift + 0.5) / scale))
+    if len(factors) == 3 and (abs(matrix - _matrix(factors, offsets)) @ [*volume.shape_zyx, 1] < _EQUAL).all():
+        return Alignment(volume.shape_zyx, array.shape_zyx, triple(factors), triple(offsets))
+    linear = (array.spec.interpolation or ("linear" if array.dtype.kind == "f" else "nearest")) == "linear"
+    return AffineAlignment(volume.shape_zyx, array.shape_zyx, as_rows(matrix), linear, array.fill_value)
+
+
+def _level_matrix(volume: Volume) -> Floats:
+    """[4, 4] from voxels of a level 0 that begins at the origin to the voxels of a level, or of a crop.
+
+    Raises _AlignmentError: the scale of a level is missing or wrong.
+    """
+    if volume.level is None:
+        return np.eye(4)
+    entry, path = volume.level.entry, volume.level.path
+    first = space_of(entry, entry["datasets"][0], volume.array.ndim, volume.name).geometry(volume.axes.zyx)
+    if problem := volume.contradictions.get(path):
+        raise _AlignmentError(problem)
+    if first is None or volume.geometry is None:
+        if path != volume.level.paths[0]:
+            raise _AlignmentError(f"the levels of {volume.name} have no scales, and a transform is that of level 0")
+        return np.eye(4)
+    origin = replace(first, translation_zyx=(0.0, 0.0, 0.0))
+    steps = [origin.of(volume.geometry, axis) for axis in range(3)]
+    return _matrix([ratio for ratio, _ in steps], [_offset(Fraction(ratio), shift) for ratio, shift in steps])
+
+
+def _matrix(factors: Sequence[float | Fraction], offsets: Sequence[float | Fraction]) -> Floats:
+    """[4, 4] from the centers of a volume's voxels to those of an array's, as an `Alignment` has them."""
+    matrix, scales = np.eye(4), 1 / np.array(factors, np.float64)
+    matrix[:3, :3] = np.diag(scales)
+    matrix[:3, 3] = (0.5 - np.array(offsets, np.float64)) * scales - 0.5
+    return matrix
 
 
 def _aligned(volume: Volume, array: Volume) -> Alignment:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, MaskConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
-from vesuvius.volumes.alignment import Alignment, log_alignment
+from vesuvius.volumes.alignment import Alignment, AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, scale, slices, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -149,7 +149,8 @@ def coarse_maps(
 
     Raises DataError: the array cannot be aligned with the volume, or cannot be read.
     """
-    alignment = log_alignment(volume, coarse, what)
+    found = log_alignment(volume, coarse, what)
+    alignment, source = _separable(found, coarse)
     merged = [int(max(p // (4 * f), 1)) for p, f in zip(patch_zyx, alignment.factors, strict=True)]
     while True:
         cell = triple(math.ceil(m * f) for m, f in zip(merged, alignment.factors, strict=True))
@@ -158,7 +159,7 @@ def coarse_maps(
             break
         merged[cell.index(min(cell))] *= 2
     fractions, bits = [np.zeros(counts, np.uint8) for _ in selects], list[NDArray[np.uint8]]()
-    nz, ny, nx = coarse.shape_zyx
+    nz, ny, nx = alignment.array_zyx
     if nz * ny * nx <= _VOXELS_MAX:
         bits = [np.zeros((nz, ny, -(-nx // 8)), np.uint8) for _ in selects]
     else:
@@ -174,8 +175,8 @@ def coarse_maps(
     with coarse:
         for number, block in enumerate(with_progress(blocks, reading, len(blocks))):
             for near in boxes[number : number + 2]:
-                coarse.stage(near)
-            voxels = coarse.read(boxes[number])
+                coarse.stage(source.array_box(near))
+            voxels = source.read(boxes[number], coarse.read)
             finite = np.isfinite(voxels)
             for index, (select, fraction) in enumerate(zip(selects, fractions, strict=True)):
                 foreground = select(voxels) & finite
@@ -189,9 +190,17 @@ def coarse_maps(
                 fraction[tuple(cells for _, cells, _ in block)] = -(-255 * total // sizes)
     counted = {index: ForegroundVoxels(alignment, each) for index, each in enumerate(bits)}
     return [
-        ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered, voxels=counted.get(index))
+        ForegroundMap(fraction, cell, volume.shape_zyx, found.covered, voxels=counted.get(index))
         for index, fraction in enumerate(fractions)
     ]
+
+
+def _separable(found: AnyAlignment, array: Volume) -> tuple[Alignment, AnyAlignment]:
+    """Return the alignment of an array, or of a resampled one that is about as coarse, and how that one is read."""
+    if isinstance(found, Alignment):
+        return found, Alignment(array.shape_zyx, array.shape_zyx)
+    source, factors = replace(found, linear=False, fill=0.0).coarsened()
+    return Alignment(found.volume_zyx, source.volume_zyx, factors), source
 
 
 def _spans(

@@ -28,6 +28,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, broken_link, one_line
+from vesuvius.volumes.affine import Floats, read_transform
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
 from vesuvius.volumes.errors import (
@@ -94,6 +95,11 @@ class Volume:
     def voxel_size_um(self) -> FloatTriple | None:
         """Edge lengths (z, y, x); None if the metadata do not give them in units of length."""
         return None if self.geometry is None else self.geometry.voxel_size_um
+
+    @cached_property
+    def transform(self) -> tuple[Floats, str] | None:
+        """As `read_transform`, of the file in its config; None without one.  I/O at the first use."""
+        return read_transform(self.spec.transform, self.source.config) if self.spec.transform else None
 
     @cached_property
     def contradictions(self) -> dict[str, str]:

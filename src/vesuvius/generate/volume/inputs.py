@@ -20,6 +20,7 @@ from vesuvius.predict.inputs import stored_stamp
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import DataFacts
+from vesuvius.volumes.affine import AffineAlignment
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
 from vesuvius.volumes.box import Box, box_at, format_box, intersection, is_inside, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -68,7 +69,7 @@ class Inputs:
         self.shape_zyx = shape_of(inputs.box) if inputs.box else shape_zyx
         self._origin = inputs.box[0] if inputs.box else (0, 0, 0)
         # the condition may be coarser; the other volumes have the voxels of the generated one
-        self._alignments: dict[str, Alignment] = {}
+        self._alignments: dict[str, Alignment | AffineAlignment] = {}
         for name, volume in self.volumes.items():
             assert shape_zyx is not None
             placed = (condition_factors, condition_offsets or ZEROS) if name == "condition" else (ONES, ZEROS)
@@ -147,6 +148,9 @@ class TrainingCondition(Inputs):
         placed = trained.condition_factors, trained.condition_offsets
         super().__init__(given, config, trained.shape_zyx, *placed, config.missing_chunk)
         assert self.condition is not None
+        if (transform := trained.condition_transform) is not None:
+            sizes, fill = (trained.shape_zyx, self.condition.shape_zyx), self.condition.fill_value
+            self._alignments["condition"] = AffineAlignment(*sizes, *transform, fill)
         self.volume, self._patch_zyx, self._seed = self.condition, config.patch_size, seed
         self._box = trained.validation or trained.train
         labels = config.class_values

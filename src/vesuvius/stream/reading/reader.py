@@ -23,7 +23,7 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
 from vesuvius.stream.reading.reading_log import crashed_chunks, node_name, open_reading_log
-from vesuvius.volumes.alignment import Alignment, align
+from vesuvius.volumes.alignment import AnyAlignment, align
 from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
 from vesuvius.volumes.errors import Outage, UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
@@ -286,7 +286,7 @@ def open_arrays(spec: VolumeConfig, data: DataConfig, reopened: bool = False) ->
     return tuple(open_volume(array, data.store, data.missing_chunk, nan, reopened) for array, nan in arrays)
 
 
-def _open_aligned(volume_index: int, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
+def _open_aligned(volume_index: int, job: ReaderJob) -> list[tuple[Volume, AnyAlignment]]:
     """Open the arrays of a volume, with their alignments to the first."""
     arrays = open_arrays(job.data.volumes[volume_index], job.data, reopened=True)
     if (foreground := job.plan.volumes[volume_index].foreground) is not None:

@@ -22,7 +22,7 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.stream.reading.reader import ReaderJob, open_arrays
 from vesuvius.stream.start.split import split_volumes
-from vesuvius.volumes.alignment import Alignment, align, log_alignment
+from vesuvius.volumes.alignment import AnyAlignment, align, log_alignment
 from vesuvius.volumes.box import Box, box_along, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.occupancy import class_maps, foreground_map
@@ -77,7 +77,7 @@ class PreparedData:
     def conditions(self) -> tuple[Volume, ...]:
         return tuple(each for arrays in self.arrays for each in arrays[self.job.channels :])
 
-    def array(self, volume_index: int, position: int) -> tuple[Volume, Alignment]:
+    def array(self, volume_index: int, position: int) -> tuple[Volume, AnyAlignment]:
         """Return an array of a volume, and its alignment to the volume."""
         arrays = self.arrays[volume_index]
         return arrays[position], align(arrays[0], arrays[position], "an array")

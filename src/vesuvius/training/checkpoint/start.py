@@ -181,13 +181,14 @@ def _voxel_properties(volumes: Sequence[TrainedVolume], condition_dtype: str | N
         "dtype of the volumes": ", ".join(volume.dtype.name for volume in volumes),
         "dtype of the conditions": condition_dtype,
         "alignment of the conditions (factors, offsets)": "; ".join(lie),
+        "transform of the conditions": [volume.condition_transform for volume in volumes],
     }
 
 
 def _without_paths(tree: Any) -> Any:
     """A config without paths: volumes may move."""
     if isinstance(tree, dict):
-        return {key: _without_paths(value) for key, value in tree.items() if key != "path"}
+        return {key: _without_paths(value) for key, value in tree.items() if key not in ("path", "transform")}
     return [_without_paths(value) for value in tree] if isinstance(tree, list) else tree
 
 

@@ -33,6 +33,7 @@ from vesuvius.training.checkpoint.format import (
 )
 from vesuvius.training.checkpoint.save import write_state
 from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
+from vesuvius.volumes.affine import Rows
 from vesuvius.volumes.alignment import Fractions
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple
@@ -54,6 +55,7 @@ class TrainedVolume:
     condition_offsets: Fractions
     train: Box
     validation: Box | None
+    condition_transform: tuple[Rows, bool] | None = None  # if it is an `AffineAlignment`
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,8 @@ class DataFacts:
         volumes = []
         try:
             for stored in state["volumes"]:
-                known = {key.name: stored[key.name] for key in fields(TrainedVolume)}  # others are of earlier versions
+                known = {"condition_transform": None} | stored
+                known = {key.name: known[key.name] for key in fields(TrainedVolume)}  # others are of earlier versions
                 known |= {key: triple(map(Fraction, stored[key])) for key in _ALIGNMENT}
                 volumes.append(TrainedVolume(**known | {"dtype": np.dtype(stored["dtype"])}))
             intensities, conditions = (
@@ -108,7 +111,11 @@ def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     """Describe the volumes of prepared data."""
     alignments = [data.array(number, len(arrays) - 1)[1] for number, arrays in enumerate(data.arrays)]
     return tuple(
-        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, **vars(split))
+        TrainedVolume(
+            *(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets),
+            **vars(split),
+            condition_transform=found.transform,
+        )
         for v, found, split in zip(data.volumes, alignments, data.splits, strict=True)
     )
 

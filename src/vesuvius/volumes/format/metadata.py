@@ -68,9 +68,9 @@ def read_node(source: Source, path: str) -> Node | None:
         raise DataError(f"Cannot read the metadata of {source.display_address}: {error}; restore them") from error
     for key, data in zip(keys[:3], stored, strict=False):
         if data is not None:
-            document = _parsed(source, key, data)
+            document = parse_object(source, key, data)
             if key != keys[0]:
-                document["attributes"] = _parsed(source, keys[3], stored[3]) if stored[3] is not None else {}
+                document["attributes"] = parse_object(source, keys[3], stored[3]) if stored[3] is not None else {}
             return Node(key, data, document, key == keys[1] or document.get("node_type") == "array")
     return None
 
@@ -108,7 +108,7 @@ def _unreadable(source: Source, key: str, cause: str, remedy: str) -> DataError:
     return DataError(f"Cannot read the metadata {key} of {source.display_address}: {cause}; {remedy}")
 
 
-def _parsed(source: Source, key: str, data: bytes) -> dict[str, Any]:
+def parse_object(source: Source, key: str, data: bytes) -> dict[str, Any]:
     """Parse a JSON object.  Raises DataError that says what the data are instead."""
     what, remedy = f"the object is empty ({len(data)} bytes)", "restore it"
     if data.strip(b" \t\r\n\0"):
