@@ -34,6 +34,7 @@ def main(scan: str, steps: int = 10) -> None:
             optimizer.step()
             seen += [sample.index for sample in batch.samples]
     print(f"rank {distributed.get_rank()} read {seen}", flush=True)
+    del network  # while the group lives: else its end waits for threads of the group that wait for Python's lock
     distributed.destroy_process_group()
 
 
