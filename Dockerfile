@@ -20,7 +20,7 @@ ARG PIP_EXTRA_INDEX_URL
 # The dependencies are a separate layer: a change of the sources does not download them again.
 WORKDIR /opt/vesuvius
 COPY pyproject.toml constraints.txt ./
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+RUN python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*p["dependencies"], *p["optional-dependencies"]["train"], sep="\n")' \
         > requirements.txt \
     && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 COPY README.md LICENSE ./

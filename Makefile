@@ -20,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt tools/install.sh | check-pyth
 	@touch $@ $(VENV)/.runs
 
 $(VENV)/.runs: pyproject.toml constraints.txt tools/install.sh | check-python
-	tools/install.sh $(PYTHON) $(VENV)
+	tools/install.sh $(PYTHON) $(VENV) train
 	@touch $@
 
 check-python:

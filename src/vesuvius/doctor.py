@@ -269,7 +269,7 @@ def check_versions() -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding("warn", f"{DISTRIBUTION} is not installed, so versions cannot be checked", "run `make install`")
     wrong = []
-    for need in (need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})):
+    for need in (need for need in needs if need.marker is None or need.marker.evaluate({"extra": "train"})):
         version = installed_version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append((f"{need.name} {version or 'missing'}", f"'{need.name}{need.specifier}'"))

@@ -35,6 +35,7 @@ from vesuvius.errors import (
     StorageError,
     VesuviusError,
     disk_remedy,
+    needs_extra,
 )
 from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
 from vesuvius.runlog.redact import redact
@@ -133,8 +134,10 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     # (docs/performance.md).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
+        name = main.__name__ if main.__name__ != "main" else main.__module__.removeprefix("vesuvius.commands.")
         try:
-            return main(argv)
+            with needs_extra(f"`vesuvius {' '.join(argv[:1]) if name == 'cli' else name}`"):
+                return main(argv)
         finally:
             say("", end="")  # flushes the output of argparse
     except VesuviusError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from vesuvius.commands import train, volume
 from vesuvius.commands.cli import Parser, as_command, say
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_OK, ConfigError
+from vesuvius.errors import EXIT_OK, ConfigError, needs_extra
 from vesuvius.runlog.progress import Progress
 from vesuvius.runlog.run_dir import SOURCE, RunDir, run_dir
 
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     args = parser.parse_args(argv)
+    with needs_extra("`vesuvius demo`", "safetensors"):  # before anything is written
+        pass
     source = Path(str(files("vesuvius") / "demo.yaml"))
     config = read_config(source, args.overrides, os.environ)  # before anything is replaced
     if config.name != NAME or config.training.resume != "never":

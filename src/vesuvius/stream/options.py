@@ -20,7 +20,7 @@ TASKS_IN_FLIGHT = 2  # per reader, so that it never waits for the next one
 # Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
 # chain of executions of this many tasks.
 TASKS_PER_SEGMENT = 500
-_AUTO_THREADS_MAX = 16  # beyond, cutting and copying in this process are slower than decoding
+AUTO_THREADS_MAX = 16  # beyond, cutting and copying in this process are slower than decoding
 READER_RING = 2  # block buffers: Ray has copied one before it asks for the next; one more to be safe
 
 
@@ -86,7 +86,7 @@ class StreamChanges(TypedDict, total=False):
 
 def auto_threads(local_ranks: int) -> int:
     """Return the number of reader threads of each rank of a machine: one per usable core, at most 16."""
-    return max(1, min(int(usable_cores(os.getpid()) / local_ranks), _AUTO_THREADS_MAX))
+    return max(1, min(int(usable_cores(os.getpid()) / local_ranks), AUTO_THREADS_MAX))
 
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:

@@ -241,8 +241,10 @@ class PatchStream(Iterator[Batch]):
     @property
     def resident_frees_memory(self) -> bool:
         """Whether `reconfigure(cache_in_memory=False)` frees memory, as the regions in flight then take some."""
+        if self._resident is None:
+            return False
         held = blocks_of_threads(self._job.plan.regions_in_flight, self.options.num_threads) * self._job.block_bytes
-        return self._resident is not None and Resident.size_bytes(self._job) > held
+        return Resident.size_bytes(self._job) > held
 
     @property
     def num_readers_without_resident(self) -> int:

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from tests.support.odd_server import Asked, OddServer, odd_server, sized
 from vesuvius.config import StoreConfig
-from vesuvius.errors import DataError
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.volumes.errors import OutageError, RefusedError
 from vesuvius.volumes.store import credentials
 from vesuvius.volumes.store.credentials import find_signing
@@ -166,6 +167,38 @@ def test_every_request_is_signed_with_the_available_credentials(
     assert source.exists("data")
     assert {key_of(asked) for asked in s3_requests.asked} == {CHAIN[kind]}
     s3_requests.asked.clear()
+    Source("s3://bucket/v", StoreConfig(anonymous=True)).get("data")
+    assert {key_of(asked) for asked in s3_requests.asked} == {None}
+
+
+WITHOUT_BOTO3 = ("environment", "instance", "container", "settings only", "nothing")
+
+
+@pytest.mark.parametrize("kind", WITHOUT_BOTO3)
+def test_without_boto3_the_sources_of_obstore_sign(
+    s3_requests: OddServer, set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    credentials._answers.cache_clear()
+    set_up(kind)
+    if service := os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT"):
+        monkeypatch.setattr(credentials, "_METADATA_HOST", service.removeprefix("http://"))
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", service)
+    assert Source("s3://bucket/v", StoreConfig()).get("data") == b"data"
+    credentials._answers.cache_clear()
+    assert {key_of(asked) for asked in s3_requests.asked} == {CHAIN[kind]}
+
+
+@pytest.mark.parametrize("kind", ["default profile", "named profile", "process", "role of a profile"])
+def test_without_boto3_a_profile_is_not_ignored(
+    s3_requests: OddServer, set_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    set_up(kind)
+    with pytest.raises(ConfigError, match=r"AWS profile .* needs boto3, .*: pip install 'vesuvius-diffusion\[train\]'"):
+        Source("s3://bucket/v", StoreConfig())
     Source("s3://bucket/v", StoreConfig(anonymous=True)).get("data")
     assert {key_of(asked) for asked in s3_requests.asked} == {None}
 

@@ -18,7 +18,14 @@ from vesuvius.runlog.held import where
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.trackers import check_trackers
 from vesuvius.runlog.units import format_size
-from vesuvius.stream.options import StreamOptions, check_cluster, check_store, is_ray_connected, store_bytes
+from vesuvius.stream.options import (
+    AUTO_THREADS_MAX,
+    StreamOptions,
+    check_cluster,
+    check_store,
+    is_ray_connected,
+    store_bytes,
+)
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.start import (
@@ -37,9 +44,10 @@ from vesuvius.volumes.store.cache import open_cache
 READERS_PER_CORE = 4
 """Upper limit for remote stores, whose readers mostly wait."""
 
-# Tasks (processes and threads), rounded up from peaks of pids cgroups on two cores: 20 without readers; 305, 335 and
-# 407 with 1, 2 and 4 readers.  Ray's daemons have 156 tasks, each prestarted worker (one per core) 22.
-_ALONE, _ALONE_PER_CORE = 20, 2
+# Tasks (processes and threads), rounded up from peaks of pids cgroups on two cores: 24 without readers, of which each
+# reader thread has 6 (it fetches ahead on five); 305, 335 and 407 with 1, 2 and 4 readers.  Ray's daemons have 156
+# tasks, each prestarted worker (one per core) 22.
+_ALONE, _ALONE_PER_CORE, _PER_READER_THREAD = 14, 1, 6
 _TRAINER = 75
 _DAEMONS = 160
 _PER_CORE = 25
@@ -166,7 +174,7 @@ def config_warnings(config: Config, data: PreparedData, world: int, cores: float
 def tasks_needed(workers: int, ranks: int, cores: int) -> int:
     """Processes and threads of a run with a private Ray: `ranks` on this machine, each with `workers`.  Pure."""
     if workers == 0 and ranks == 1:
-        return _ALONE + _ALONE_PER_CORE * cores
+        return _ALONE + _ALONE_PER_CORE * cores + _PER_READER_THREAD * min(cores, AUTO_THREADS_MAX)
     return _TRAINER + _DAEMONS + _PER_CORE * cores + ranks * workers * _PER_READER + (ranks - 1) * _RANK
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import DataError, VesuviusError, one_line
+from vesuvius.errors import DataError, VesuviusError, needs_extra, one_line
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.geometry import AXIS_WORDS, VOXELS, Geometry, has_color_last, unit_name
@@ -173,7 +173,8 @@ def refuse(path: object, problem: str, remedy: str) -> DataError:
 def library_errors(path: str, where: str = "") -> Iterator[None]:
     """Raise any error of a library as a DataError."""
     try:
-        yield
+        with needs_extra(f"Reading {path}"):
+            yield
     except VesuviusError:
         raise
     except Exception as error:

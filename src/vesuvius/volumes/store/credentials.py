@@ -1,7 +1,7 @@
 """Finds the credentials that sign requests, by each store's default chain; without any, requests are not signed.
 
 obstore handles keys in the environment and the service accounts of Google and Azure machines; boto3 handles profiles,
-web identities, and the roles of containers and machines.
+web identities, and the roles of containers and machines; without boto3, obstore handles all but the profiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from vesuvius.errors import DataError, one_line, warn_once
+from vesuvius.errors import DataError, needs_extra, one_line, warn_once
 from vesuvius.runlog.redact import hide
 
 _HEADERS = "VESUVIUS_HTTP_HEADERS"
@@ -27,6 +27,9 @@ _PROBE_S = 0.5  # lost once per process and service on a machine without a metad
 _ANSWER_S = 5.0  # a metadata service may take so long to make a token
 _METADATA_HOST = "169.254.169.254"
 _REREAD = timedelta(minutes=5)  # tools renew the keys of a profile in place
+_AWS_FILES = (("SHARED_CREDENTIALS", "credentials"), ("CONFIG", "config"))
+_AWS_KEYS = re.compile(r"^\s*(aws_access_key_id|sso_\w+|role_arn|credential_process|login_session)\s*=", re.MULTILINE)
+_AWS_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 _UNSIGNED = {"skip_signature": True}
 
 
@@ -63,7 +66,10 @@ def _aws() -> Signing | str:
     """Return the credentials, or a text on where none were found; likewise in the functions below."""
     if os.environ.get("AWS_ACCESS_KEY_ID"):
         return Signing("signed with AWS_ACCESS_KEY_ID", {})
-    from botocore.exceptions import BotoCoreError  # takes a third of a second
+    try:
+        from botocore.exceptions import BotoCoreError  # takes a third of a second
+    except ModuleNotFoundError:
+        return _aws_without_boto3()
 
     try:
         return _by_boto3() or "no AWS_* in the environment, and boto3 finds no profile and no role"
@@ -72,6 +78,24 @@ def _aws() -> Signing | str:
             f"Cannot read the AWS credentials: {one_line(error)}; correct AWS_PROFILE, AWS_ROLE_ARN or the profile's "
             "files, export keys, or set data.store.anonymous=true"
         ) from None
+
+
+def _aws_without_boto3() -> Signing | str:
+    if name := _first_set("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return Signing(f"signed with {name}", {})
+    files = [Path(os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{file}").expanduser() for name, file in _AWS_FILES]
+    with_keys = (str(file) for file in files if file.is_file() and _AWS_KEYS.search(file.read_text(errors="replace")))
+    if profile := _first_set("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or next(with_keys, None):
+        with needs_extra(f"Signing with the AWS profile {profile} (or set data.store.anonymous=true)", "boto3"):
+            pass
+    if name := _first_set(*_AWS_CONTAINER):
+        return Signing(f"signed with {name}", {})
+    header = "X-aws-ec2-metadata-token"
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true":
+        token = _answers(_METADATA_HOST, "/latest/api/token", f"{header}-ttl-seconds", "60", "PUT")
+        if token and _answers(_METADATA_HOST, "/latest/meta-data/iam/security-credentials/", header, token):
+            return Signing("signed with the machine's role", {})
+    return "no AWS_* in the environment, no profile, no role of the machine"
 
 
 @functools.cache
@@ -216,17 +240,17 @@ def _with_headers(found: str, headers: dict[str, str]) -> Signing:
 
 
 @functools.cache
-def _answers(host: str, path: str, header: str, value: str) -> bool:
-    """Whether the machine's metadata service (link-local, no proxies) has an answer at a path."""
+def _answers(host: str, path: str, header: str, value: str, method: str = "GET") -> str:
+    """Return the answer of the machine's metadata service (link-local, no proxies) at a path; '' if it has none."""
     connection = http.client.HTTPConnection(host, timeout=_PROBE_S)
     try:
         connection.connect()
         connection.sock.settimeout(_ANSWER_S)
-        connection.request("GET", path, headers={header: value})
+        connection.request(method, path, headers={header: value})
         answer = connection.getresponse()
-        return answer.status == 200 and bool(answer.read(4096))
-    except (OSError, http.client.HTTPException):
-        return False
+        return answer.read(4096).decode() if answer.status == 200 else ""
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
     finally:
         connection.close()
 
