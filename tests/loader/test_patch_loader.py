@@ -562,6 +562,8 @@ def test_volumes_and_labels_by_pattern_give_the_batches_of_their_lists(tmp_path:
         assert {sample.volume for batch in wanted for sample in batch.samples} == {0, 1, 2}
         for other in (matched, mapped, filed):
             assert same(wanted, other) == 6
+    streamed = DataConfig(volumes=(VolumeConfig(path=images, condition=labels),), patch_size=PATCH)
+    assert len(prepare_data(0, streamed).job.data.volumes) == 3, "without a loader too"
     (tmp_path / "labels/a_target.zarr").rename(tmp_path / "labels/a.zarr")
     with pytest.raises(ConfigError, match=r"1 of 3 paths with \{name\} do not exist: .*/labels/a_target.zarr; add"):
         load(images, labels=labels)

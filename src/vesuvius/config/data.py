@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, model_serializer, model_validator
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, natural
 
@@ -62,7 +55,7 @@ class ArrayConfig(Section):
             yield f"level {self.level} and voxel_size_um {self.voxel_size_um} both pick a level; remove one"
 
     @model_serializer(mode="wrap")
-    def _without_unused_level(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused_level(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         unused = {"level"} if self.voxel_size_um is not None else set()
         return {key: value for key, value in serialize(self).items() if key not in unused}
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, Triple
+from vesuvius.config.patterns import match_volumes
 from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import Split, class_volumes, make_plan, plan_volume
 from vesuvius.plan.plan import Plan
@@ -218,7 +219,7 @@ def prepare_data(
 
     Raises DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not match.
     """
-    seed = to_integer("seed", seed, 0)
+    seed, config = to_integer("seed", seed, 0), match_volumes(config)
     specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
     arrays = tuple(open_arrays(spec, config) for spec in specs)
     volumes, channels = tuple(each[0] for each in arrays), len(config.volumes[0].images)
