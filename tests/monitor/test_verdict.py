@@ -172,6 +172,13 @@ RULES: list[tuple[Window, dict[str, Any], str, str, str]] = [
         "",
     ),
     (hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), {"workers": 0}, "decoding", "", ""),
+    (
+        hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2),
+        {"workers": 0, "reader_threads": 4},
+        "decoding",
+        "",
+        "y 24.",
+    ),
     (far(read_s=90.0, decode_s=5.0), {"workers": 0}, "store latency", "data.store.requests=32", ""),
     # fewer tasks than readers; more readers than cores
     (

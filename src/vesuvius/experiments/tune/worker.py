@@ -109,12 +109,9 @@ class TuneWorker:
             while (command := self._commands.next(run.stop.is_requested)) is not None:
                 if (knobs := {knob: command[knob] for knob in READER_KNOBS}) != self._in_force:
                     run.watchdog.expects("batch", "the workers to start")
-                    # Raises ConfigError if impossible, which ends this trainer.
-                    self._stream.reconfigure(
-                        num_workers=knobs["workers"],
-                        processes=knobs["workers"] > 0,
-                        prefetch_factor=knobs["prefetch_factor"],
-                        requests=knobs["requests"],
+                    workers, prefetch, requests = (knobs[name] for name in READER_KNOBS)
+                    self._stream.reconfigure(  # raises ConfigError if impossible, which ends this trainer
+                        num_workers=workers, processes=workers > 0, prefetch_factor=prefetch, requests=requests
                     )
                     self._loop.monitor.readers_changed()
                     self._begin_with_readers(knobs)

@@ -22,13 +22,8 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 def blocks_of_threads(in_use: int, threads: int) -> int:
-    """Number of blocks that reader threads hold together while the cutter uses some: up to twice as many more."""
-    return threads * _ring(in_use, threads)
-
-
-def _ring(in_use: int, threads: int) -> int:
-    """Blocks of each of several readers that take turns: those in use, one being read by each, and one ahead."""
-    return -(-(in_use + threads + 1) // threads)
+    """Blocks of readers that take turns, the same number each: those in use, one being read by each, and one ahead."""
+    return threads * -(-(in_use + threads + 1) // threads)
 
 
 class LocalRegions(Iterator[Region]):
@@ -49,7 +44,7 @@ class LocalRegions(Iterator[Region]):
     ) -> None:
         self._job, self._resident = job, resident
         # A region is in use until the cutter asks for the one M later; with a copy, until it is copied.
-        ring = _ring(1 if resident else job.plan.regions_in_flight, threads)
+        ring = blocks_of_threads(1 if resident else job.plan.regions_in_flight, threads) // threads
         self._pools = [Pool(1, "reader") for _ in range(threads)]
         self._readers = [pool.submit(Reader, job, ring) for pool in self._pools]
         self._readers[0].result()  # raises if the volumes cannot be opened
