@@ -93,6 +93,9 @@ data = vesuvius.DataConfig(volumes=(vesuvius.VolumeConfig(path=scan),), patch_si
 with vesuvius.PatchStream(vesuvius.prepare_data(0, data).job, vesuvius.StreamOptions(batch_size=4)) as stream:
     print(next(stream).patches.shape)
 print(vesuvius.open_volume(scan)[:2, 0, 0].shape)
+tiles = dict(patch_size=(16, 32, 32))
+print(next(iter(vesuvius.GridLoader(scan, **tiles))).image.shape[0], flush=True)
+print(vesuvius.predict_volume(lambda image: image, scan, "predicted.zarr", **tiles).tiles > 0)
 
 from vesuvius.commands.cli import COMMANDS, main
 for command in (["volume", "info", scan], ["volume", "copy", scan, copy], ["volume", "verify", copy]):
@@ -105,10 +108,14 @@ for command in COMMANDS:
 config = f"data.volumes=[{{path: {scan}}}]"
 for command in (["train", "--config", sys.argv[4], "--dry-run"], ["tune", "--config", sys.argv[4]], ["demo"]):
     assert main(command) == 2, command
-try:
-    vesuvius.PatchLoader(scan, processes=True, **how)
-except vesuvius.ConfigError as error:
-    print(error, file=sys.stderr)
+for call in (
+    lambda: vesuvius.PatchLoader(scan, processes=True, **how),
+    lambda: vesuvius.predict_volume("a:b", scan, "several.zarr", workers=2, **tiles),
+):
+    try:
+        call()
+    except vesuvius.ConfigError as error:
+        print(error, file=sys.stderr)
 """
 
 
@@ -119,12 +126,12 @@ def test_the_base_install_reads_and_copies_and_says_what_to_type_for_the_rest(tm
     command = [sys.executable, "-c", WITH_BASE_ALONE, blocked, str(path), "copy.zarr", str(ROOT / "configs/demo.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith("2\n(4, 8, 16, 16)\n(2,)\n")
+    assert done.stdout.startswith("2\n(4, 8, 16, 16)\n(2,)\n1\nTrue\n")
     assert not (tmp_path / "volumes").exists(), "a demo that cannot train writes nothing"
     lines = [line.partition("ERROR ")[2] or line for line in done.stderr.splitlines() if "which is not" in line]
     words = [re.fullmatch(r"(.*) needs \w+, which is not installed: (.*)", line) for line in lines]
     assert [match and match[1] for match in words] == [
-        "`vesuvius train`", "`vesuvius tune`", "`vesuvius demo`", "processes=True",
+        "`vesuvius train`", "`vesuvius tune`", "`vesuvius demo`", "processes=True", "Prediction with several workers",
     ]  # fmt: skip
     assert {match and match[2] for match in words} == {"pip install 'vesuvius-diffusion[train]'"}
 

@@ -20,7 +20,7 @@ import torch
 
 from vesuvius.config import Triple
 from vesuvius.config.section import natural
-from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.errors import ConfigError, needs_extra, storage_errors
 from vesuvius.loader.arguments import device_of
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.predict.inputs import Inputs, arrays_of, input_ranges
@@ -339,6 +339,9 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
         raise ConfigError("cluster needs workers, and a network that is a file or module:function; add them")
     if request.blend not in _BLENDS:
         raise ConfigError(f"blend {request.blend!r} does not exist; choose {', '.join(_BLENDS)}")
+    if (request.workers or 1) > 1 or request.cluster is not None:
+        with needs_extra("Prediction with several workers", "ray"):
+            pass
     if not request.resume:
         _restart(request.out)
     device, arrays = device_of(request.device), arrays_of(request.volume)
