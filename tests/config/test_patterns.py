@@ -71,6 +71,20 @@ def test_the_name_is_that_of_the_last_open_part_of_the_path() -> None:
     assert [each.mask for each in found] == [MaskConfig(path=f"scans/{name}/ink.zarr") for name in ("s1", "s2")]
 
 
+def test_the_name_is_filled_in_wherever_a_path_is(folder: Path) -> None:
+    for name in ("s1", "s2"):
+        (folder / f"scans/{name}/t.json").touch()
+    ink = ArrayConfig(path="scans/{name}/ink.zarr", transform="scans/{name}/t.json")
+    volume = VolumeConfig(path="scans/*/ct.zarr", condition=ink, more_labels=(ink,), channels=(ink,), mask=ink)
+    for found, name in zip(matched(volume, min_foreground=0.5), ("s1", "s2"), strict=True):
+        wanted = ArrayConfig(path=f"scans/{name}/ink.zarr", transform=f"scans/{name}/t.json")
+        assert (found.condition, found.more_labels, found.channels) == (wanted, (wanted,), (wanted,))
+        assert found.mask == MaskConfig(**wanted.given)
+    (folder / "scans/s2/t.json").unlink()
+    with pytest.raises(ConfigError, match=r"1 of 4 paths with \{name\} do not exist: .*/scans/s2/t.json; add"):
+        matched(volume, min_foreground=0.5)
+
+
 def test_what_exists_is_no_pattern_and_addresses_are_none(folder: Path) -> None:
     """Called again, nothing changes: what was matched is literal."""
     volumes = ["odd/x[1]*.zarr", "odd/{name}.zarr", "s3://b/*.zarr", "http://[::1]:80/a.zarr"]
@@ -180,6 +194,11 @@ def test_text_stands_for_a_path_and_arguments_precede_the_keys_of_a_file(folder:
     conditions = [volume.condition for volume in data.volumes]
     assert conditions == [ArrayConfig(path=f"labels/{name}_target.zarr") for name in "ab"]
     assert (data.patch_size, data.min_foreground) == ((8, 16, 16), 0.5)
+    entry = "{path: images/a.zarr, labels: [labels/a_target.zarr, {path: labels/b_target.zarr, transform: t.json}]}"
+    Path("scans/v.yaml").write_text(f"- {entry.replace('labels/', '../labels/')}")
+    (volume,) = data_of("scans/v.yaml", given | {"mask": None}, 0)[0].volumes
+    assert [os.path.relpath(each.path) for each in volume.labels] == ["labels/a_target.zarr", "labels/b_target.zarr"]
+    assert os.path.relpath(volume.more_labels[0].transform or "") == "scans/t.json"
 
 
 @pytest.mark.parametrize(

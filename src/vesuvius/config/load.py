@@ -124,7 +124,9 @@ def read_volumes(path: Path) -> dict[str, Any] | None:
         return None
     for entry in keys["volumes"] if isinstance(keys["volumes"], list) else ():
         if isinstance(entry, dict) and "labels" in entry and "condition" not in entry:
-            entry["condition"] = entry.pop("labels")
+            labels = entry.pop("labels")
+            entry["condition"], *more = labels if isinstance(labels, list) and labels else [labels]
+            entry |= {"more_labels": more} if more else {}
     found: dict[str, Any] = located(keys, path.parent)
     return found
 

@@ -14,7 +14,7 @@ from vesuvius.errors import ConfigError
 
 NAME = "{name}"
 _MOST_NAMED = 8  # missing files in a message
-_PATHS = ("path", "labels", "condition", "mask", "channels", "more_labels", "volumes")
+_PATHS = ("path", "labels", "condition", "mask", "channels", "more_labels", "transform", "volumes")
 """Keys of a volumes file that hold paths, or sections with paths."""
 
 
@@ -39,26 +39,30 @@ def match_volumes(data: DataConfig) -> DataConfig:
         for path in paths:
             last = Path(path.partition("?")[0] if "://" in path else path).parts[opened[-1] if opened else -1]
             name = re.sub(r"(\.ome)?\.zarr$", "", last)
-            changed = {} if path == volume.path else {"path": Location(path)}
-            changed |= {key: new for key, old in volume if (new := _with_name(old, name, named)) != old}
-            found.append(volume.model_copy(update=changed))
-    if missing := [path for path in named if "://" not in path and not os.path.lexists(path)]:
+            matched = volume if path == volume.path else volume.model_copy(update={"path": Location(path)})
+            found.append(_with_name(matched, name, named))
+    wanted = dict.fromkeys(named)
+    if missing := [path for path in wanted if "://" not in path and not os.path.lexists(path)]:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise ConfigError(
-            f"{len(missing)} of {len(named)} paths with {NAME} do not exist: {', '.join(missing[:_MOST_NAMED])}{more}; "
-            "add them, or match fewer volumes"
+            f"{len(missing)} of {len(wanted)} paths with {NAME} do not exist: {', '.join(missing[:_MOST_NAMED])}{more}"
+            "; add them, or match fewer volumes"
         )
     return data.model_copy(update={"volumes": tuple(found)})
 
 
 def _with_name(value: Any, name: str, named: list[str]) -> Any:
-    """Return an array, or several, with a name in place of `{name}`; adds the new paths to `named`."""
-    if isinstance(value, tuple):
-        return tuple(_with_name(each, name, named) for each in value)
-    if not isinstance(value, ArrayConfig) or NAME not in value.path or os.path.lexists(value.path):
-        return value
-    named.append(path := Location(value.path.replace(NAME, name)))
-    return value.model_copy(update={"path": path})
+    """Return a path, an array, or several, with a name in place of `{name}`; adds the new paths to `named`."""
+    match value:
+        case Location() if NAME in value and not os.path.lexists(value):
+            named.append(path := Location(value.replace(NAME, name)))
+            return path
+        case tuple():
+            return tuple(_with_name(each, name, named) for each in value)
+        case ArrayConfig():
+            changed = {key: new for key, old in value if (new := _with_name(old, name, named)) != old}
+            return value.model_copy(update=changed) if changed else value
+    return value
 
 
 def located(value: Any, folder: Path) -> Any:
