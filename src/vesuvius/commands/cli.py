@@ -49,6 +49,7 @@ COMMANDS = {
     "init": "write a first config for a volume on this machine",
     "train": "train a model from a config file, or resume training",
     "tune": "find the fastest settings of a config on this machine",
+    "predict": "evaluate any network on a whole volume",
     "sample": "generate patches or whole volumes with a trained model",
     "evaluate": "compare generated patches with real ones",
     "volume": "import, inspect, copy, list, verify or synthesize volumes",

@@ -90,7 +90,7 @@ def _parser() -> Parser:
     volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
     labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
     volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
-    volumes.add_argument("--box", type=_box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
+    volumes.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
     volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
     volumes.add_argument("--mask", type=array, metavar="VOLUME", help=mask)
@@ -149,7 +149,7 @@ def array(text: str) -> ArrayConfig:
     return ArrayConfig(path=text[: at.start()], **level(at[1])) if at else ArrayConfig(path=text)
 
 
-def _box(text: str) -> Box:
+def box(text: str) -> Box:
     match = re.fullmatch(r"(\d+):(\d+),(\d+):(\d+),(\d+):(\d+)", text.replace(" ", ""))
     numbers = [int(part) for part in match.groups()] if match else []
     if not match or any(lo >= hi for lo, hi in zip(numbers[::2], numbers[1::2], strict=True)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import zarr
 from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 
@@ -77,10 +79,34 @@ def draw_volume_picture(request: VolumeRequest, picture: Path, real: ArrayConfig
         drawn.save(picture, pnginfo=marked)
 
 
+def draw_prediction(volume: ArrayConfig, box: Box | None, prediction: Path, picture: Path) -> None:
+    """Write a PNG with the middle slices of a volume, or of a box of it, next to those of what was predicted there.
+
+    At most 512 voxels along each axis are shown, of the first channel.  Raises DataError, StorageError.
+    """
+    store = StoreConfig()
+    with open_volume(volume, store) as source:
+        whole = box or ((0, 0, 0), source.shape_zyx)
+    channels = len(zarr.open_array(prediction / "0", mode="r").shape) - 3
+    out = ArrayConfig(path=str(prediction), select=(0,) * channels)
+    with open_volume(out, store) as predicted:
+        factors = [out / size for out, size in zip(predicted.shape_zyx, shape_of(whole), strict=True)]
+    shown = middle_box(whole, triple([_LONGEST] * 3))
+    there = box_along(
+        (math.floor((lo - first) * by), math.floor((hi - first) * by))
+        for lo, hi, first, by in zip(*shown, whole[0], factors, strict=True)
+    )
+    before, scale = _middle_slices(volume, shown, None, store)
+    cells = [MontageCell("volume", before), MontageCell("prediction", _middle_slices(out, there, None, store)[0])]
+    drawn = draw_grid(cells, f"{prediction.name}: middle slices", scale, len(cells))
+    with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
+        drawn.save(picture)
+
+
 def _middle_slices(
     spec: ArrayConfig, box: Box | None, intensity: IntensityRange | None, store: StoreConfig
 ) -> tuple[UInt8, Scale]:
-    """Middle slices of a volume or a box, black to white over `intensity` (None = from 0 to the largest value)."""
+    """Middle slices of a volume or a box, black to white over `intensity` (None = 0 or below to the largest value)."""
     for level in itertools.count(spec.level):
         with open_volume(spec.model_copy(update={"level": level}), store) as volume:
             ends, size_um = box or ((0, 0, 0), volume.shape_zyx), volume.voxel_size_um
@@ -94,7 +120,9 @@ def _middle_slices(
             )
             faces = [volume.read(plane).squeeze(axis) for axis, plane in enumerate(planes)]
             break
-    intensity = intensity or IntensityRange(0, max(1, *(float(face.max()) for face in faces)))
+    if intensity is None:
+        low = min(0.0, *(float(face.min()) for face in faces))
+        intensity = IntensityRange(low, max(*(float(face.max()) for face in faces), low + 1e-6))
     scale = Scale.of(size_um, max(1, _WIDTH_PX // longest))
     across_z, across_y, across_x = (to_model_values(face, intensity) for face in faces)
     return joined_slices(across_z, across_y, across_x, scale), scale
@@ -112,8 +140,13 @@ def held_out_box(info: CheckpointInfo, most_zyx: Triple) -> Box:
     """The middle of the held-out part of a run's first volume, at most of this size."""
     held_out = info.data.volumes[0].validation
     assert held_out is not None
-    cuts = [max(0, size - most) for size, most in zip(shape_of(held_out), most_zyx, strict=True)]
-    return box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*held_out, cuts, strict=True))
+    return middle_box(held_out, most_zyx)
+
+
+def middle_box(box: Box, most_zyx: Triple) -> Box:
+    """The middle of a box, at most of this size."""
+    cuts = [max(0, size - most) for size, most in zip(shape_of(box), most_zyx, strict=True)]
+    return box_along((lo + cut // 2, hi - cut + cut // 2) for lo, hi, cut in zip(*box, cuts, strict=True))
 
 
 def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_progress: OnProgress) -> None:
