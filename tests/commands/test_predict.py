@@ -68,7 +68,7 @@ def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path.cwd().rglob("*"))
     assert predict("o.zarr", "--activation", "argmax", "--dry-run") == EXIT_OK
     assert [path for path in sorted(Path.cwd().rglob("*")) if "__pycache__" not in path.parts] == before
-    assert "8 tiles" in capsys.readouterr().out
+    assert "12 tiles of 12x12x16" in capsys.readouterr().out
 
 
 def test_without_the_libraries_of_pictures_the_volume_is_complete(

@@ -16,17 +16,18 @@ from vesuvius.runlog.progress import Progress
 @as_command
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    from vesuvius.predict import run  # imports torch
+    from vesuvius.predict.forecast import forecast  # imports torch
+    from vesuvius.predict.run import PredictRequest, predict
     from vesuvius.training.stop import StopRequest
 
     given = {key: value for key, value in vars(arguments).items() if value is not None}
     dry_run, restart = given.pop("dry_run"), given.pop("restart")
-    request = run.PredictRequest(**given | {"resume": not restart})
+    request = PredictRequest(**given | {"resume": not restart})
     if dry_run:
-        say(run.forecast(request))
+        say(forecast(request))
         return EXIT_OK
     with Progress("predicting") as progress, StopRequest(None) as stop:
-        prediction = run.predict(request, progress.update, stop)
+        prediction = predict(request, progress.update, stop)
     say(f"wrote {prediction}{_picture(arguments)}")
     return EXIT_OK
 
