@@ -10,7 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    "config": ("ArrayConfig", "DataConfig", "StoreConfig", "VolumeConfig"),
+    "config": ("ArrayConfig", "DataConfig", "MaskConfig", "StoreConfig", "VolumeConfig"),
     "errors": ("ConfigError", "DataError", "VesuviusError"),
     "loader.device": ("PatchBatch",),
     "loader.patch_loader": ("PatchLoader",),

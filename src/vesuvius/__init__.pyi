@@ -1,5 +1,6 @@
 from vesuvius.config import ArrayConfig as ArrayConfig
 from vesuvius.config import DataConfig as DataConfig
+from vesuvius.config import MaskConfig as MaskConfig
 from vesuvius.config import StoreConfig as StoreConfig
 from vesuvius.config import VolumeConfig as VolumeConfig
 from vesuvius.errors import ConfigError as ConfigError

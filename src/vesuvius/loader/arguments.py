@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
+from vesuvius.config import (
+    ArrayConfig,
+    AugmentConfig,
+    DataConfig,
+    MaskConfig,
+    NormalizeConfig,
+    ValidationConfig,
+    VolumeConfig,
+)
 from vesuvius.config.load import read_config, read_volumes
 from vesuvius.config.patterns import NAME, match_volumes
 from vesuvius.config.section import natural
@@ -19,8 +27,9 @@ from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.options import to_integer
 
 PathLike = str | os.PathLike[str]
-Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig] | DataConfig
-Arrays = PathLike | ArrayConfig | Sequence[PathLike | ArrayConfig]
+Array = PathLike | ArrayConfig
+Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig | Sequence[Array]] | DataConfig
+Arrays = Array | Sequence[Array | Sequence[Array]]
 
 _MASKED_FOREGROUND = 0.5
 
@@ -57,32 +66,73 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         case _:
             raise ConfigError(f"normalize {normalize!r} is not valid; set it to True, False or (low, high)")
     keys["validation"] = ValidationConfig(fraction=given.get("validation_fraction", 0.0))
-    entries = list(DataConfig(volumes=tuple(_listed(volumes)), min_foreground=1.0).volumes)
-    for argument, key in (("labels", "condition"), ("mask", "mask")):
-        if argument not in given:
-            continue
+    if "class_weights" in given:
+        if not isinstance(weights := given["class_weights"], Mapping):
+            raise ConfigError(f"class_weights {weights!r} is not valid; set it to {{label: share of the patches}}")
+        keys["class_weights"] = [{"label": label, "share": share} for label, share in weights.items()]
+    entries = list(DataConfig(volumes=tuple(map(_volume, _listed(volumes))), min_foreground=1.0).volumes)
+    for argument in [name for name in ("labels", "mask") if name in given]:
         arrays = _listed(given[argument])
         if len(arrays) == 1 and NAME in str(arrays[0]):
             arrays *= len(entries)
         if len(arrays) != len(entries):
-            raise ConfigError(f"{argument} has {len(arrays)} entries for {len(entries)} volumes; pass one for each")
+            raise ConfigError(
+                f"{argument} has {len(arrays)} entries for {len(entries)} volumes; pass one for each, and several "
+                "labels of one volume as a tuple"
+            )
         if any(each is None for each in arrays):
             raise ConfigError(f"{argument} has an entry None; volumes without {argument} need a loader of their own")
-        entries = [VolumeConfig(**entry.given | {key: each}) for entry, each in zip(entries, arrays, strict=True)]
+        if argument == "mask":
+            entries = [_changed(entry, mask=each) for entry, each in zip(entries, arrays, strict=True)]
+            continue
+        several = zip(entries, map(_first_and_more, arrays), strict=True)
+        entries = [_changed(entry, condition=first, more_labels=more) for entry, (first, more) in several]
+    if "ignore_label" in given:
+        if any(entry.mask or entry.condition is None for entry in entries):
+            raise ConfigError("ignore_label needs labels, and no mask, as it makes a mask of them; add or remove these")
+        ignore = (given["ignore_label"],)
+        entries = [_changed(entry, mask=MaskConfig(**entry.labels[0].given, ignore=ignore)) for entry in entries]
     masked = any(entry.mask for entry in entries)
     keys["min_foreground"] = given.get("min_foreground", _MASKED_FOREGROUND if masked else 0.0)
     return match_volumes(DataConfig(volumes=tuple(entries), **keys)), seed
+
+
+def _changed(volume: VolumeConfig, **changes: Any) -> VolumeConfig:
+    return VolumeConfig(**volume.given | changes)
 
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def dtype_of_labels(given: Any, stored: str | None) -> torch.dtype | None:
-    """Return the dtype of labels on the device; None = as stored.  Raises ConfigError for one that torch lacks."""
+def _first_and_more(given: Any) -> tuple[Any, list[Any]]:
+    first, *more = _listed(given) or [given]
+    return first, more
+
+
+def _volume(given: Any) -> Any:
+    """Return a volume with its channels, if there are several."""
+    first, more = _first_and_more(given)
+    fields = first.given if isinstance(first, ArrayConfig) else {"path": first}
+    return fields | {"channels": (*fields.get("channels", ()), *more)} if more else first
+
+
+def tensor_dtype(
+    stored: Sequence[np.dtype[Any]], remedy: str = "set normalize=True, or convert one of the channels"
+) -> torch.dtype:
+    """Return the smallest dtype that holds the values of all.  Raises ConfigError, with a remedy: there is none."""
+    common = np.result_type(*stored)
+    if common.kind == "f" and any(dtype.kind in "iu" and dtype.itemsize == 8 for dtype in stored):
+        raise ConfigError(f"No dtype holds all values of {' and '.join(map(str, stored))}; {remedy}")
+    return torch.from_numpy(np.empty(0, common)).dtype
+
+
+def dtype_of_labels(given: Any, stored: Sequence[np.dtype[Any]]) -> torch.dtype | None:
+    """Return the dtype of labels on the device; None without labels.  Raises ConfigError for one that torch lacks."""
     if given is None:
-        return torch.int64 if stored and np.dtype(stored).kind in "bui" else None
-    if stored is None:
+        integers = all(dtype.kind in "bui" for dtype in stored)
+        return torch.int64 if integers and stored else tensor_dtype(stored, "set label_dtype") if stored else None
+    if not stored:
         raise ConfigError(f"label_dtype={given} has no effect without labels; add labels, or remove it")
     try:
         return given if isinstance(given, torch.dtype) else torch.from_numpy(np.empty(0, given)).dtype

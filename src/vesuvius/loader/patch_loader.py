@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, Unpack
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError
-from vesuvius.loader.arguments import Arrays, Volumes, data_of, device_of, dtype_of_labels, resident_of
+from vesuvius.loader.arguments import Arrays, Volumes, data_of, device_of, dtype_of_labels, resident_of, tensor_dtype
 from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.loader.ranks import compare_positions, given_rank, launched_rank
 from vesuvius.loader.resident import keeps_resident, open_resident
@@ -45,22 +45,28 @@ class PatchLoader(IterableDataset[PatchBatch]):
         volumes: OME-Zarr groups or zarr arrays: a path, a pattern (`images/*.zarr`: a volume for each match), a URL
             (https://, s3://, gs://, az://, hf://), a `VolumeConfig` (with level, weight and more), or a sequence of
             these; a YAML file that lists them; or a full data section, as a `DataConfig` or the YAML file of a run.
+            A tuple in the sequence has the channels of one volume; patches are cut on the grid of the first.
         batch_size: batch size of this rank.
         patch_size: voxels (z, y, x); None = (72, 136, 136), or the value in `volumes`.
         num_workers: number of threads of this process that read, or of processes; 0 = a thread per core, at most 16.
         processes: True = the readers are Ray processes (needs the extra `train`).
         seed: random seed; by default 0, or that of the YAML file.
-        labels: a volume for each of `volumes`, cropped at the same position: labels, or a second scan.  Its OME scale
-            and translation align it with the volume.  One path with `{name}` stands for all: `{name}` is the volume's
-            name without `.zarr`; so in `mask`.
+        labels: an array for each of `volumes`, or a tuple of them, cropped at the same position.  OME scale and
+            translation align it with the volume, as they do channels.  One path with `{name}` stands for all: `{name}`
+            is the volume's name without `.zarr`; so in `mask`.
         label_dtype: dtype of labels on the device; None = int64 for integers and bool, as stored for floats.
-        mask: a volume for each of `volumes` whose nonzero voxels are foreground.
+        class_weights: share of the patches that hold at least a voxel of a class, by its value in the (first) labels:
+            {1: 0.3}.  The others come from everywhere, or as `min_foreground` says, which holds for all.
+        ignore_label: value of voxels without annotation in the (first) labels: all others are the foreground.
+        mask: an array for each of `volumes` whose nonzero voxels are foreground.
         min_foreground: minimum share of foreground in each patch: of the mask's voxels (estimated, with a warning, if
-            they are more than 2^30) or, without one, of the stored chunks.  None = 0.5 with a mask, else 0.
-        normalize: True = map the 0.5th and 99.5th percentile of each volume linearly to -1 and +1, without clipping;
+            they are more than 2^30) or, without one, of the stored chunks.  None = 0.5 with a mask or `ignore_label`,
+            else 0.
+        normalize: True = map the 0.5th and 99.5th percentile of each channel linearly to -1 and +1, without clipping;
             (low, high) = map these instead; False = intensities as stored.
         augment: mirror and rotate patches at random, labels with them; rotation needs y = x, in patch and voxel size.
         validation_fraction: share of each volume that no patch of any entry with its array touches: `validation_boxes`.
+        transform: called with each batch on the device, on the thread that iterates; returns a `PatchBatch`.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
         rank, world_size: rank r of n gets the samples i with i mod n = r; None = those of torch.distributed at the
             first loop.
@@ -71,7 +77,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
             machine, in at most half of the free memory; False = never; None = False, or the GiB in a data section.
 
     Attributes:
-        intensity_ranges: for each volume the intensities mapped to -1 and +1; empty with `normalize=False`.
+        intensity_ranges: for each channel of each volume, in the order of `volumes`, the intensities mapped to -1 and
+            +1; empty with `normalize=False`.
         validation_boxes: for each volume the box held out by `validation_fraction`, ((z, y, x), (z, y, x)), or None.
 
     Raises:
@@ -92,11 +99,14 @@ class PatchLoader(IterableDataset[PatchBatch]):
         seed: int | None = None,
         labels: Arrays | None = None,
         label_dtype: torch.dtype | str | None = None,
+        class_weights: Mapping[int, float] | None = None,
+        ignore_label: int | None = None,
         mask: Arrays | None = None,
         min_foreground: float | None = None,
         normalize: bool | tuple[float, float] | None = None,
         augment: bool | None = None,
         validation_fraction: float | None = None,
+        transform: Callable[[PatchBatch], PatchBatch] | None = None,
         device: torch.device | str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -108,6 +118,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         if device is not None:
             device_of(device)
         given: dict[str, Any] = {"patch_size": patch_size, "labels": labels, "mask": mask, "augment": augment}
+        given |= {"class_weights": class_weights, "ignore_label": ignore_label}
         given |= {"min_foreground": min_foreground, "normalize": normalize, "validation_fraction": validation_fraction}
         data, seed = data_of(volumes, given, seed)
         self._given_rank = given_rank(rank, world_size)
@@ -137,7 +148,11 @@ class PatchLoader(IterableDataset[PatchBatch]):
             "normalize": rule,
             "intensity_ranges": {key: [each.low, each.high] for key, each in ranges},
         }
-        self._label_dtype = dtype_of_labels(label_dtype, self._job.condition_dtype)
+        stored, labeled = self._job.dtypes[: self._job.channels], self._job.dtypes[self._job.channels :]
+        self._dtypes = dtype_of_labels(label_dtype, labeled), None if rule else tensor_dtype(stored)
+        self._transform = transform
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"transform {transform!r} cannot be called; pass a function of a batch")
         self._state: dict[str, Any] = {
             "seed": seed,
             "sample_index": 0,
@@ -210,7 +225,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
             assert self._feed is not None
             before = stream.state_dict()
             try:
-                batch, _ = self._feed.next(self._clock)
+                batch = self._transformed(self._feed.next(self._clock)[0])
             except BaseException as error:
                 closed = loop.num_closed != self._num_closed
                 if isinstance(error, StopIteration) and not closed:
@@ -224,6 +239,19 @@ class PatchLoader(IterableDataset[PatchBatch]):
             loop.samples += self._options.batch_size * self._job.world_size
             self._in_epoch = loop.samples
             return batch
+
+    def _transformed(self, batch: PatchBatch) -> PatchBatch:
+        if self._transform is None:
+            return batch
+        try:
+            changed = self._transform(batch)
+        except StopIteration as error:
+            raise RuntimeError("transform raised StopIteration, which would end the loop") from error
+        if not isinstance(changed, PatchBatch):
+            raise ConfigError(
+                f"transform returned {type(changed).__name__}, not a PatchBatch; return dataclasses.replace(batch, ...)"
+            )
+        return changed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the normalization as plain data, for a checkpoint between two batches.
@@ -317,7 +345,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
             job = replace(self._job, rank=found[0], world_size=found[1])
             check_state(self._state, job)
             target, ranges = device_of(self._device), self.intensity_ranges
-            self._job, self._feed = job, DeviceFeed(target, self._options, job, ranges, self._label_dtype)
+            self._job, self._feed = job, DeviceFeed(target, self._options, job, ranges, *self._dtypes)
             for line in amplified_reads(job.plan, found[1]):
                 log.warning("%s", line)
         if self._is_new:

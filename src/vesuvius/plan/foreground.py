@@ -113,7 +113,7 @@ class QualifyingStarts:
             block = coarse * np.array([len(split) for split in splits]) + np.array(offset)
             block = block[(block < finer._counts).all(axis=1)]
             if block.size:
-                block = block[finer._bounds(block) >= self._least]
+                block = block[finer._may_qualify(block)]
                 kept.append(np.ravel_multi_index(tuple(block.T), finer._counts).astype(_index_type(finer._counts)))
         return replace(finer, blocks=np.sort(np.concatenate(kept)) if kept else self.blocks[:0])
 
@@ -122,6 +122,13 @@ class QualifyingStarts:
         drawn = np.random.default_rng(0).integers(self.num_positions, size=_TRIALS).tolist()
         enough = int(_TRIALS * _ACCEPTED)
         return sum(1 for _ in itertools.islice(filter(self.at, drawn), enough)) == enough
+
+    def _may_qualify(self, blocks: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether a start in each block (n, 3) may qualify."""
+        enough: NDArray[np.bool_] = self._bounds(blocks) >= self._least
+        if self.also is not None:
+            enough &= replace(self.also, starts=self.starts, edge_zyx=self.edge_zyx)._may_qualify(blocks)
+        return enough
 
     def _bounds(self, blocks: NDArray[np.intp]) -> NDArray[np.float64]:
         """Upper bound, for each block (n, 3), on the foreground of patches that start in it, in 255ths of a voxel.

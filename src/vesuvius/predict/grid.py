@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.loader.arguments import device_of, dtype_of_labels
+from vesuvius.loader.arguments import device_of, dtype_of_labels, tensor_dtype
 from vesuvius.loader.device import check_cast, joined
 from vesuvius.loader.intensity import intensity_scales, normalized, to_device
 from vesuvius.predict.inputs import arrays_of, input_ranges
@@ -88,12 +88,13 @@ class GridLoader:
         images, targets = arrays_of(volume), () if labels is None else arrays_of(labels)
         self._arrays = [open_volume(spec) for spec in (*images, *targets)]
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
-        label_dtypes = [array.dtype for array in self._arrays[len(images) :]]
-        self._label_dtype = dtype_of_labels(label_dtype, np.result_type(*label_dtypes).name if label_dtypes else None)
+        dtypes = [array.dtype for array in self._arrays]
+        self._label_dtype = dtype_of_labels(label_dtype, dtypes[len(images) :])
         self.box = _checked_box(box, self._arrays[0].shape_zyx, self._alignments)
         self.tiling = sliding_tiling(shape_of(self.box), patch, overlap, multiple=multiple)
         ranges = input_ranges(images, patch, normalize)
         self._scales = [None if each is None else intensity_scales([each]) for each in ranges]
+        self._image_dtype = tensor_dtype(dtypes[: len(images)]) if None in ranges else None
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +149,7 @@ class GridLoader:
             for array in arrays[channels:]:
                 check_cast(array, self._label_dtype)
         label = joined(raw[channels:], self._label_dtype) if raw[channels:] else None
-        return GridBatch(joined(images, None), label, tuple(map(self.tile_box, tiles)))
+        return GridBatch(joined(images, self._image_dtype), label, tuple(map(self.tile_box, tiles)))
 
 
 class Aggregator:

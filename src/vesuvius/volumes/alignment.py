@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ class Alignment:
     caveat: str | None = field(default=None, compare=False)  # set if the metadata alone do not determine the alignment
     transform: ClassVar[None] = None
 
-    @property
+    @cached_property  # each patch whose foreground is counted asks for it
     def covered(self) -> Box:
         """The part of the volume that the array covers; empty (stop <= start) if there is none.
 

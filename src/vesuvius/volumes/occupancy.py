@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, MaskConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.runlog.progress import with_progress
-from vesuvius.volumes.alignment import Alignment, AnyAlignment, log_alignment
+from vesuvius.volumes.alignment import ONES, Alignment, AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, box_along, box_at, grid_shape, intersection, scale, slices, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -56,6 +56,11 @@ class ForegroundVoxels:
         ends = intersection(box, self.alignment.covered)
         if any(lo >= hi for lo, hi in zip(*ends, strict=True)):
             return 0
+        if self.alignment.factors == ONES:
+            *zy, row = slices(self.alignment.array_box(ends))
+            inside = np.packbits(np.arange(row.start // 8 * 8, row.stop) >= row.start)
+            whole = self.bits[(*zy, slice(row.start // 8, -(-row.stop // 8)))]
+            return int(np.bitwise_count(whole & inside).sum())
         rows = (self.alignment.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*ends, strict=True)))
         # each voxel of the array, and how many planes of the box it covers
         (z, nz), (y, ny), (x, nx) = (np.unique(row, return_counts=True) for row in rows)
