@@ -18,20 +18,21 @@ from vesuvius.threads import Pool
 from vesuvius.volumes.box import intersection, shape_of
 from vesuvius.volumes.errors import Outage, OutageError
 
+_AHEAD = 2  # regions of each reader: with one, all would wait for a region that takes longer
 _CLOSE_TIMEOUT_S = 1.0
 
 
 def blocks_of_threads(in_use: int, threads: int) -> int:
-    """Blocks of readers that take turns, the same number each: those in use, one being read by each, and one ahead."""
-    return threads * -(-(in_use + threads + 1) // threads)
+    """Blocks of readers that take turns, the same number each: those in use, and two of each that are read ahead."""
+    return threads * -(-(in_use + _AHEAD * threads) // threads)
 
 
 class LocalRegions(Iterator[Region]):
     """Regions in order, read by `threads` readers in turn within the context `marker`.
 
-    Codecs and copies release the GIL.  Each reader has a thread and volumes of its own, and decodes one region ahead of
-    the cutter.  With a `resident` copy the missing part of a region is read into it, and the region is delivered as
-    views of it.
+    Codecs and copies release the GIL.  Each reader has a thread and volumes of its own, and reads up to two regions
+    ahead of the cutter.  With a `resident` copy the missing part of a region is read into it, and the region is
+    delivered as views of it.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class LocalRegions(Iterator[Region]):
         self._reading = deque[Future[Region]]()  # regions that were not delivered, in order
         self._context = ExitStack()
         self._context.enter_context(marker or nullcontext())
-        for _ in range(threads + 1):
+        for _ in range(_AHEAD * threads):
             self._start()
 
     def _start(self) -> None:
