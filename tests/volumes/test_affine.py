@@ -20,6 +20,7 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.volume.inputs import TrainingCondition
 from vesuvius.predict.grid import GridLoader
+from vesuvius.predict.inputs import Inputs
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.trained import DataFacts, read_facts, trained_volumes, write_facts
 from vesuvius.volumes import affine
@@ -407,3 +408,12 @@ def test_a_grid_reads_labels_at_their_position(tmp_path: Path) -> None:
         assert batch.label is not None
         for label, box in zip(batch.label, batch.boxes, strict=True):
             np.testing.assert_array_equal(label.reshape(16, 32, 32), shown[slices(box)])
+
+
+def test_predictions_refuse_transforms(tmp_path: Path) -> None:
+    """They would be drawn as if they had none."""
+    (volume,) = config_of(tmp_path, LABELS, MATRIX).volumes
+    assert volume.condition is not None
+    for channels, mask in (((volume, volume.condition), None), ((volume,), volume.condition)):
+        with pytest.raises(ConfigError, match="A channel or mask has a transform, which only loaders apply"):
+            Inputs(channels, (None, None), mask, None, tmp_path)
