@@ -64,7 +64,7 @@ def measured(work: Work) -> tuple[float, int]:
         started = time.monotonic()
         list(pool.map(call, range(calls)))
         seconds = time.monotonic() - started
-    return seconds, _peak_bytes() + io_bytes(work.job, work.inputs, calls)
+    return seconds, peak_bytes() + io_bytes(work.job, work.inputs, calls)
 
 
 def io_bytes(job: PredictJob, inputs: Inputs, calls: int) -> int:
@@ -111,7 +111,7 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     peak = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
     return peak[0] if peak else psutil.Process(os.getpid()).memory_info().rss

@@ -44,13 +44,13 @@ from vesuvius.volume_tools.partial import (
     partial_path,
 )
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
-from vesuvius.volumes.box import Box, triple
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.geometry import VOXELS
 from vesuvius.volumes.occupancy import chunk_occupancy
 
 KIND = "prediction"
-_CHUNK = 128  # edge of the output's chunks
-_BATCHES_PER_GROUP, _BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
+CHUNK = 128  # edge of the output's chunks
+BATCHES_PER_GROUP, BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
 _BLENDS = tuple(blend for blend in get_args(Window) if blend != "sin4")
 _AUTO_BATCHES = (8, 4, 2, 1)  # on a GPU, the first that fits
 
@@ -158,7 +158,9 @@ def predict_volume(
         call resumes.  DataError: the volume cannot be read, or the disk is full.  NonFiniteError.  VesuviusError: the
         network raised, with the tile.
     """
-    sizes = triple(to_integer("patch_size", size, 1) for size in natural(patch_size))
+    sizes = tuple(to_integer("patch_size", size, 1) for size in natural(patch_size))
+    if len(sizes) != 3:
+        raise ConfigError(f"patch_size {list(sizes)} is not three sizes, of z, y and x; correct it")
     request = PredictRequest(
         network, volume, Path(out), sizes, overlap, batch_size, channels, box, mask, device, workers, cluster, blend,
         activation, threshold, dtype, mirror, normalize, resume,
@@ -212,8 +214,8 @@ class Work:
         )
         patch = request.patch_zyx
         source = sliding_tiling(inputs.shape_zyx, patch, request.overlap, request.blend, factor.denominator)
-        tiling = source.scaled(factor, _CHUNK)
-        levels, channels = levels_to_one(tiling.shape_zyx, _CHUNK), output.channels if output.channels > 1 else 0
+        tiling = source.scaled(factor, CHUNK)
+        levels, channels = levels_to_one(tiling.shape_zyx, CHUNK), output.channels if output.channels > 1 else 0
         plan = Pyramid(tiling.shape_zyx, tiling.block_zyx, levels, output.dtype.itemsize, channels=channels)
         space = inputs.volume.geometry or VOXELS
         places = zip(space.translation_zyx, space.scale_zyx, inputs.box[0], strict=True)
@@ -309,8 +311,8 @@ class Work:
 
     def blocks_per_group(self, job: PredictJob, active: Blocks) -> int:
         tiles = max(1, len(job.tiles)) / max(1, len(active))
-        batches = _BATCHES_PER_GROUP * self.evaluations * self.batch_size
-        return max(_BLOCKS_PER_GROUP * self.evaluations, math.ceil(batches / tiles))
+        batches = BATCHES_PER_GROUP * self.evaluations * self.batch_size
+        return max(BLOCKS_PER_GROUP * self.evaluations, math.ceil(batches / tiles))
 
     def run_on(self, job: PredictJob, progress: ProgressReporter) -> AbstractContextManager[RunTasks]:
         """Return a context with a function that runs tasks: in this process or in Ray actors."""

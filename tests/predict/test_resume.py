@@ -1,0 +1,177 @@
+"""A prediction resumes after any end, with any workers, to identical files; and refuses to mix two predictions."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vesuvius
+from tests.predict.test_predict import VOXELS, level, network, write
+from tests.support.forked import in_child
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.predict import run
+from vesuvius.predict.run import PredictRequest, predict
+from vesuvius.training.stop import StopRequest
+
+PATCH = (16, 16, 16)
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 voxels, in groups of a few, so that a small volume has several groups."""
+    monkeypatch.setattr(run, "CHUNK", 16)
+    monkeypatch.setattr(run, "BATCHES_PER_GROUP", 1)
+    monkeypatch.setattr("vesuvius.predict.inputs._BLOCK_VOXELS", 16**3)
+
+
+def scan(tmp_path: Path) -> tuple[Path, Path]:
+    """A volume with air at one side, and a mask."""
+    voxels, mask = VOXELS.copy(), np.ones(VOXELS.shape, np.uint8)
+    voxels[:, :, 40:], mask[:, :16] = 0, 0
+    return write(tmp_path / "v.zarr", voxels), write(tmp_path / "m.zarr", mask)
+
+
+def kill_after(renames: int, before: bool) -> None:
+    """Die of SIGKILL when so many files have got, or are about to get, their names."""
+    replace, left, lock = Path.replace, [renames], threading.Lock()
+
+    def counting(self: Path, target: Path) -> Path:
+        with lock:
+            left[0] -= 1
+            last = left[0] == 0
+        if last and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = replace(self, target)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    Path.replace = counting  # type: ignore[method-assign]
+
+
+def test_a_process_killed_five_times_leaves_identical_files_and_no_more_than_it_needs(
+    tmp_path: Path, small_blocks: None
+) -> None:
+    (volume, mask), net, rng = scan(tmp_path), network(), random.Random(0)
+    options: dict[str, Any] = {"patch_size": PATCH, "mask": mask, "normalize": (0, 255), "mirror": "z"}
+
+    def act(folder: str, workers: int | None) -> vesuvius.Prediction:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return vesuvius.predict_volume(net, volume, tmp_path / folder / "o.zarr", workers=workers, **options)
+
+    once = act("once", None)
+
+    died = 0
+    for workers in (None, 1, None, 1, None):
+        renames, before = rng.randint(5, 35), rng.random() < 0.5
+        died += in_child(lambda: (kill_after(renames, before), act("killed", workers))) < 0  # noqa: B023
+    assert died == 5, "each has died before the end"
+    assert act("killed", 1).tiles < once.tiles, "finished tiles were kept"
+    assert files(tmp_path / "killed" / "o.zarr") == files(tmp_path / "once" / "o.zarr")
+
+
+def test_the_disk_holds_a_few_rows_of_tiles_and_of_the_input(tmp_path: Path, small_blocks: None) -> None:
+    """Of a volume that is long in z, whatever its length."""
+    volume, most = write(tmp_path / "v.zarr", np.tile(VOXELS[:32, :32, :32], (12, 1, 1))), {"tiles": 0, "input0": 0}
+    folder = tmp_path / "o.zarr.partial" / "state"
+
+    def count(*_: object) -> None:
+        for name in most:
+            most[name] = max(most[name], len(list((folder / name).glob("*"))))
+
+    done = vesuvius.predict_volume(
+        network(), volume, tmp_path / "o.zarr", patch_size=PATCH, workers=1, normalize=(0, 255), on_progress=count
+    )
+    assert done.tiles == 32 * 9
+    assert 9 < most["tiles"] < 8 * 9
+    assert 4 < most["input0"] < 40, "of 96"
+
+
+@pytest.mark.parametrize("change", ["network", "volume", "batch_size", "normalize"])
+def test_another_prediction_is_refused_and_the_same_one_is_not_repeated(
+    tmp_path: Path, small_blocks: None, change: str
+) -> None:
+    volume, _ = scan(tmp_path)
+
+    class Stop(StopRequest):
+        def is_requested(self) -> bool:
+            self.request(75, "SIGTERM")
+            return True
+
+    request = PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, normalize=(0, 255))
+    with pytest.raises(VesuviusError, match=r"prediction stopped .*; run the same command again to resume") as stopped:
+        predict(request, stop=Stop(None))
+    assert stopped.value.exit_code == 75
+    changed: dict[str, Any] = vars(request) | {"network": network(seed=1), "batch_size": 3, "normalize": (0, 200)}
+    other = PredictRequest(**vars(request) | ({} if change == "volume" else {change: changed[change]}))
+    if change == "volume":
+        chunk = volume / "c" / "0" / "0" / "0"
+        chunk.write_bytes(chunk.read_bytes())
+        os.utime(chunk, (1, 1))
+    with pytest.raises(ConfigError, match=rf"started with other arguments: {change.replace('normalize', 'ranges')} "):
+        predict(other)
+    done = predict(PredictRequest(**vars(other) | {"resume": False}))
+    assert done.tiles
+    assert predict(other).tiles == 0
+    with pytest.raises(ConfigError, match="exists and would be replaced"):
+        predict(PredictRequest(**vars(other) | {"resume": False}))
+
+
+def test_two_processes_do_not_write_one_volume(tmp_path: Path) -> None:
+    volume, _ = scan(tmp_path)
+    tried = list[str]()
+
+    def on_progress(*_: object) -> None:
+        for resume in (True, False) if not tried else ():
+            with pytest.raises(ConfigError, match="another process is writing it") as error:
+                predict(PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, resume=resume))
+            tried.append(str(error.value))
+
+    vesuvius.predict_volume(network(), volume, tmp_path / "o.zarr", patch_size=PATCH, on_progress=on_progress)
+    assert len(tried) == 2
+
+
+@pytest.mark.long
+def test_ray_workers_and_threads_of_killed_drivers_leave_identical_files(tmp_path: Path) -> None:
+    write(tmp_path / "v.zarr", np.tile(VOXELS, (2, 2, 2)))
+    torch.jit.script(network()).save(str(tmp_path / "net.pt"))
+    program = textwrap.dedent("""
+        import sys, vesuvius
+        folder, workers = sys.argv[1:]
+        vesuvius.predict_volume("net.pt", "v.zarr", f"{folder}/o.zarr", patch_size=(16, 16, 16), normalize=(0, 255),
+            workers=int(workers) or None)
+    """)
+
+    def start(folder: str, workers: int) -> subprocess.Popen[bytes]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return subprocess.Popen([sys.executable, "-c", program, folder, str(workers)], cwd=tmp_path)
+
+    assert start("once", 0).wait(300) == 0
+    rng, partial = random.Random(0), tmp_path / "killed" / "o.zarr.partial"
+    for workers in (2, 0, 1, 2, 0):
+        driver, deadline, least = start("killed", workers), time.monotonic() + 200, len(list(partial.rglob("*")))
+        while len(list(partial.rglob("*"))) < least + 20 and time.monotonic() < deadline and driver.poll() is None:
+            time.sleep(0.05)
+        time.sleep(rng.random())
+        driver.kill()
+        driver.wait(30)
+    time.sleep(3)  # for actors of a killed driver, which may still write a tile
+    assert start("killed", 2).wait(300) == 0
+    assert files(tmp_path / "killed" / "o.zarr") == files(tmp_path / "once" / "o.zarr")
+    assert level(tmp_path / "once" / "o.zarr").any()
