@@ -306,7 +306,6 @@ class Work:
         tiling, tiles = self.job.tiling, self.job.needed
         if not isinstance(active, range):
             tiles = sorted({tile for block in active for tile in tiling.tiles_over(tiling.block_box(block))})
-        # workers may run in another folder
         return replace(self.job, needed=tiles, target=replace(target, out=target.out.absolute(), record={}))
 
     def blocks_per_group(self, job: PredictJob, active: Blocks) -> int:
@@ -337,6 +336,8 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
             f"workers={request.workers} processes cannot share a living network; save it with torch.export.save, or "
             'pass "module:function" that builds it; in this process leave workers out'
         )
+    if is_name and os.path.exists(request.network):
+        request = replace(request, network=os.path.abspath(request.network))  # workers may run in another folder
     if request.cluster is not None and (request.workers is None or not is_name):
         raise ConfigError("cluster needs workers, and a network that is a file or module:function; add them")
     if request.blend not in _BLENDS:
