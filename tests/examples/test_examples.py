@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import vesuvius
 from tests.conftest import textured, write_array
@@ -44,12 +45,24 @@ def test_segmentation_learns_and_goes_on_as_if_it_had_not_stopped(
     scan: str, labels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segmentation = example("segmentation")
-    whole = segmentation.main(scan, labels, "whole.pt")
+    whole = segmentation.train(scan, labels, "whole.pt")[2]
     assert np.mean(whole[-5:]) < 0.8 * np.mean(whole[:5])
     monkeypatch.setattr(segmentation, "EPOCHS", 1)
-    first = segmentation.main(scan, labels, "parts.pt")
+    first = segmentation.train(scan, labels, "parts.pt")[2]
     monkeypatch.setattr(segmentation, "EPOCHS", 2)
-    assert first + segmentation.main(scan, labels, "parts.pt") == whole
+    assert first + segmentation.train(scan, labels, "parts.pt")[2] == whole
+
+
+@pytest.mark.long
+def test_segmentation_predicts_the_volume_as_well_as_the_held_out_voxels(scan: str, labels: str) -> None:
+    dice = example("segmentation").main(scan, labels)
+    predicted, truth = vesuvius.open_volume("segmentation.zarr")[:] == 1, vesuvius.open_volume(labels)[:] != 0
+    assert dice > 0.9
+    assert 2 * (predicted & truth).sum() / (predicted.sum() + truth.sum()) == pytest.approx(dice, abs=0.05)
+    with Image.open("segmentation.png") as picture:
+        shown = np.hsplit(np.asarray(picture), 3)
+    np.testing.assert_array_equal(shown[1] != 0, truth[SHAPE[0] // 2])
+    np.testing.assert_array_equal(shown[2] != 0, predicted[SHAPE[0] // 2])
 
 
 @pytest.mark.long
