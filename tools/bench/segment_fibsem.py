@@ -145,6 +145,15 @@ def dice(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:
     return float(2 * np.count_nonzero(a & b) / (np.count_nonzero(a) + np.count_nonzero(b)))
 
 
+def colored(cells: Labels, bodies: Labels) -> NDArray[np.uint8]:
+    """Return a slice (Y, X, 3) in which each cell has the color of the body under most of it, and a black outline."""
+    colors, picture = np.random.default_rng(0).integers(60, 256, (997, 3)), np.zeros((*cells.shape, 3), np.uint8)
+    for cell in np.unique(cells):
+        picture[cells == cell] = colors[np.bincount(bodies[cells == cell]).argmax() % len(colors)]
+    picture[boundaries(torch.from_numpy(cells[None]))[0].numpy() > 0] = 0
+    return picture
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("scan", "bodies", "out"):
@@ -183,14 +192,11 @@ def main() -> None:
         f"{adapted_rand_error(cells, found):.3f}; {time.process_time():.0f} CPU s"
     )
     if args.picture:
-        colors = np.random.default_rng(0).integers(40, 256, (2**16, 3)).astype(np.uint8)
-        middle = len(truth) // 2
-        gray = [vesuvius.open_volume(args.scan)[start[0] + middle], (255 * predicted[middle]).astype(np.uint8)]
-        panels = [*(np.repeat(each[..., None], 3, 2) for each in gray), colors[found[middle] % 2**16]]
-        panels.append(colors[truth[middle] % 2**16])
-        Image.fromarray(np.concatenate([np.pad(each, ((0, 0), (0, 4), (0, 0))) for each in panels], 1)).save(
-            args.picture, optimize=True
-        )
+        shown = len(truth) * 4 // 5  # a slice with cells of many sizes
+        gray = vesuvius.open_volume(args.scan)[start[0] + shown], (255 * predicted[shown]).astype(np.uint8)
+        colors = (colored(each[shown], truth[shown]) for each in (found, truth))
+        panels = (*(np.repeat(each[..., None], 3, 2) for each in gray), *colors)
+        Image.fromarray(np.hstack([np.pad(each, ((0, 0), (0, 4), (0, 0))) for each in panels])).save(args.picture)
 
 
 if __name__ == "__main__":
