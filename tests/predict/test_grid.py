@@ -15,7 +15,16 @@ from monai.inferers import sliding_window_inference
 from torch import Tensor
 
 from tests.conftest import textured, write_array, write_ome
-from vesuvius import Aggregator, ArrayConfig, ConfigError, DataError, GridLoader, PatchLoader
+from vesuvius import (
+    Aggregator,
+    ArrayConfig,
+    ConfigError,
+    DataError,
+    GridLoader,
+    PatchLoader,
+    open_volume,
+    predict_volume,
+)
 from vesuvius.volumes.box import Box, shape_of, slices
 from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.format.decode import ChunkDecoder
@@ -162,6 +171,23 @@ def test_the_blend_is_that_of_monai(tmp_path: Path, mode: Any, overlap: float, b
         )
     assert blend.result().shape == (3, *shape_of(box))
     np.testing.assert_allclose(blend.result(), wanted[0].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("blend", ["gaussian", "linear", "crop"])
+def test_the_blend_is_that_of_a_predicted_volume(tmp_path: Path, blend: Any) -> None:
+    torch.manual_seed(0)
+    network = torch.nn.Conv3d(1, 2, 5, padding=2).eval()
+    scan = write_array(tmp_path / "scan.zarr", textured(SHAPE))
+    loader = load(scan, box=BOX, normalize=True, batch_size=2)
+    aggregator = Aggregator(loader, blend)
+    with torch.inference_mode():
+        for batch in loader:
+            aggregator.add(batch, network(batch.image))
+    out = tmp_path / "out.zarr"
+    predict_volume(network, scan, out, patch_size=loader.tiling.patch_zyx, box=BOX, blend=blend, device="cpu")
+    for channel, values in enumerate(aggregator.result()):
+        with open_volume(ArrayConfig(path=str(out), select=(channel,))) as predicted:
+            np.testing.assert_allclose(values, predicted[:], atol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2])

@@ -297,8 +297,10 @@ class Staging:
 
     def stage(self, box: Box) -> None:
         """Start fetching the chunks of a box from a remote store.  Never blocks, not even for the indices of shards."""
-        if self._grid.source.remote and box not in self._stagings:
-            self._stagings[box] = self._stager.submit(self._stage, box)
+        if self._grid.source.remote:
+            with self._lock:  # several threads may read one box
+                if box not in self._stagings:
+                    self._stagings[box] = self._stager.submit(self._stage, box)
 
     def wait_for(self, box: Box) -> None:
         """Wait until all requests of a staged box have started, or that failed: the read raises the error."""
