@@ -144,7 +144,7 @@ def write_ome(
     The scales are 2.4 at the first level and as the shapes at others, unless given; `entry` is added to the metadata.
     """
     zarr_format = options.setdefault("zarr_format", 2 if version == "0.4" else 3)
-    group, datasets, finest = zarr.create_group(str(path), zarr_format=zarr_format), [], None
+    group, datasets, finest = zarr.create_group(path, zarr_format=zarr_format), [], None
     for number, (name, voxels) in enumerate(levels.items()):
         shape = voxels if isinstance(voxels, tuple) else voxels.shape
         finest = finest or shape
