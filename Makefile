@@ -1,5 +1,5 @@
 # Every target sets itself up from a bare Python >= 3.11.  VENV=FOLDER moves the virtual environment;
-# PYTHON=python3.13 VENV=.venv-3.13 runs a target with another version.
+# PYTHON=python3.14 VENV=.venv-3.14 runs a target with another version.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
