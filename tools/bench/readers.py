@@ -29,7 +29,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.volumes.box import Box
 
-_BATCH, _PATCH, _SHAPE = 8, (72, 136, 136), (2048, 2048, 2048)
+_BATCH, _PATCH, _SHAPE = 8, (40, 72, 72), (2048, 2048, 2048)
 _IN_FLIGHT = 8  # regions: the first batches wait for all of them
 _STEP_S = 0.02  # of a consumer that holds the lock for a share of it
 
