@@ -30,8 +30,7 @@ from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, shifted, slices, triple
 from vesuvius.volumes.volume import Volume, open_volume
 
-_DECODERS = 4
-_AHEAD = 4  # tiles whose blocks are read while one is cut
+_AHEAD = 4  # tiles whose blocks are read, on as many threads, while one is cut
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,14 @@ class GridLoader:
     later patch needs it: one to two rows of patches along z are in memory.  The next batch is read ahead.
 
     Args:
-        volume: OME-Zarr group or zarr array, as in `PatchLoader`.
+        volume: a path or URL, an `ArrayConfig`, or a tuple of these, the channels, aligned by their OME metadata.
         patch_size: voxels (z, y, x).
         overlap: of neighboring patches, as a share of a patch, at least 0 and below 1.
         box: ((z, y, x), (z, y, x)), such as one of `PatchLoader.validation_boxes`; "whole" = all voxels that the volume
             shares with its labels.
         batch_size: of all batches but the last.
-        labels, label_dtype, normalize, device: as in `PatchLoader`.
+        labels, label_dtype, device: as in `PatchLoader`.
+        normalize: a `PatchLoader` or its `state_dict()`: as in training; else as in `PatchLoader`.
         multiple: patches start at multiples of it in the box: 2 for outputs of half the resolution.
 
     Attributes:
@@ -84,7 +84,7 @@ class GridLoader:
         multiple: int = 1,
     ) -> None:
         self._device, self._batch_size = device_of(device), to_integer("batch_size", batch_size, 1)
-        patch = _integers("patch_size", patch_size, 1)
+        patch, multiple = _integers("patch_size", patch_size, 1), to_integer("multiple", multiple, 1)
         images, targets = arrays_of(volume), () if labels is None else arrays_of(labels)
         self._arrays = [open_volume(spec) for spec in (*images, *targets)]
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
@@ -123,7 +123,7 @@ class GridLoader:
 
     def _read(self) -> Iterator[tuple[range, list[NDArray[Any]]]]:
         """Yield the tiles of each batch, and their voxels [B, Z, Y, X] in each array, as stored."""
-        decoders, all_tiles = Pool(_DECODERS, "decode"), range(self.tiling.tiles)
+        decoders, all_tiles = Pool(_AHEAD, "decode"), range(self.tiling.tiles)
         try:
             readers = [
                 _TileReader(array, alignment, self.tiling, self.box, decoders)
