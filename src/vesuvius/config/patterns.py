@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ _PATHS = ("path", "labels", "condition", "mask", "channels", "more_labels", "tra
 def match_volumes(data: DataConfig) -> DataConfig:
     """Return a copy with one volume for each match of a pattern, sorted; `{name}` in its other paths is its name.
 
-    A path that exists is no pattern, whatever its characters, and neither is an address.  The name is that of the last
+    A path that exists is no pattern, whatever its characters, nor is a folder that exists on the way, or an address.  The name is that of the last
     part of the path that the pattern leaves open, without `.zarr`; of a path that is no pattern, its last part.
 
     Raises ConfigError: a pattern matches nothing; files named by `{name}` do not exist (all of them are listed).
@@ -30,12 +31,14 @@ def match_volumes(data: DataConfig) -> DataConfig:
     named: list[str] = []
     for volume in data.volumes:
         parts, paths, opened = Path(volume.path).parts, [volume.path], list[int]()
-        if "://" not in volume.path and "\0" not in volume.path and not os.path.lexists(volume.path):
-            opened = [index for index, part in enumerate(parts) if glob.has_magic(part)]
-        if opened and not (paths := sorted(glob.glob(volume.path))):
-            folder = os.path.join(*parts[: opened[0]])
-            why = "no path there matches" if os.path.isdir(folder) else "there is no such folder"
-            raise ConfigError(f"{volume.path} is a pattern of paths in {folder}, but {why}; correct data.volumes")
+        if "://" not in volume.path and "\0" not in volume.path:
+            whole = accumulate(parts, os.path.join)
+            opened = [n for n, path in enumerate(whole) if glob.has_magic(parts[n]) and not os.path.lexists(path)]
+        if opened:
+            folder, *rest = os.path.join(*parts[: opened[0]]), *parts[opened[0] :]
+            if not (paths := sorted(glob.glob(os.path.join(glob.escape(folder), *rest)))):
+                why = "no path there matches" if os.path.isdir(folder) else "there is no such folder"
+                raise ConfigError(f"{volume.path} is a pattern of paths in {folder}, but {why}; correct data.volumes")
         for path in paths:
             last = Path(path.partition("?")[0] if "://" in path else path).parts[opened[-1] if opened else -1]
             name = re.sub(r"(\.ome)?\.zarr$", "", last)
