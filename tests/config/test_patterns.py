@@ -98,6 +98,20 @@ def test_what_exists_is_no_pattern_and_addresses_are_none(folder: Path) -> None:
     assert paths(twice) == ["odd/x1.zarr", "odd/x[1]*.zarr", "odd/{name}.zarr"]
 
 
+def test_a_folder_that_exists_is_no_pattern_whatever_its_characters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a working directory of such a name, all paths have it; `here[1]` is not `here1`, and `a*` is open."""
+    for name in ("here[1]/images/a.zarr", "here[1]/images/b.zarr", "here1/images/c.zarr"):
+        (folder / name).mkdir(parents=True)
+    monkeypatch.chdir(folder / "here[1]")
+    found = matched(VolumeConfig(path="images/*.zarr", condition="images/{name}.zarr"))
+    assert paths(found) == ["images/a.zarr", "images/b.zarr"]
+    assert [each.path for each in found] == [each.condition.path for each in found if each.condition]
+    with pytest.raises(ConfigError, match=r"a pattern of paths in .*/here\[1\]/images, but no path there matches"):
+        matched("images/c*.zarr")
+
+
 def test_a_config_of_a_run_keeps_names_that_look_like_patterns(folder: Path) -> None:
     """The volumes of a checkpoint may be gone or on another machine."""
     config = parse_config(MINIMAL, ["data.volumes=[{path: 'gone/[1].zarr'}]"])
@@ -193,7 +207,7 @@ def test_text_stands_for_a_path_and_arguments_precede_the_keys_of_a_file(folder:
     assert paths(list(data.volumes)) == ["images/a.zarr", "images/b.zarr"]
     conditions = [volume.condition for volume in data.volumes]
     assert conditions == [ArrayConfig(path=f"labels/{name}_target.zarr") for name in "ab"]
-    assert (data.patch_size, data.min_foreground) == ((8, 16, 16), 0.5)
+    assert (data.patch_size, {data.min_foreground_of(each) for each in data.volumes}) == ((8, 16, 16), {0.5})
     entry = "{path: images/a.zarr, labels: [labels/a_target.zarr, {path: labels/b_target.zarr, transform: t.json}]}"
     Path("scans/v.yaml").write_text(f"- {entry.replace('labels/', '../labels/')}")
     (volume,) = data_of("scans/v.yaml", given | {"mask": None}, 0)[0].volumes
@@ -201,12 +215,29 @@ def test_text_stands_for_a_path_and_arguments_precede_the_keys_of_a_file(folder:
     assert os.path.relpath(volume.more_labels[0].transform or "") == "scans/t.json"
 
 
+def test_keys_of_a_file_mean_what_they_mean_in_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a config that names it, and by a path with `~`."""
+    entry = "volumes: [{path: images/a.zarr, labels: labels/a_target.zarr}]"
+    Path("v.yaml").write_text(f"class_weights: {{1: 0.25, -2: 0.5}}\nignore_label: 255\n{entry}")
+    given: dict[str, Any] = dict.fromkeys(("class_weights", "ignore_label", "labels", "mask", "min_foreground"))
+    python = {"class_weights": {1: 0.25, -2: 0.5}, "ignore_label": 255, "labels": "labels/a_target.zarr"}
+    wanted, _ = data_of("images/a.zarr", given | python, 0)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir("/")
+    assert data_of("~/v.yaml", given, 0)[0] == wanted
+    (folder / "v.yaml").write_text(f"class_weights: {{1: 0.25, -2: 0.5}}\n{entry}")
+    (folder / "x.yaml").write_text("name: x\ndata: {volumes: ~/v.yaml}")
+    config = read_config(folder / "x.yaml")
+    assert config.data.class_weights == wanted.class_weights
+    assert parse_config(dump_config(config)) == config
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("volumes: [a]\nshuffle: 1", "v.yaml: unknown keys shuffle; use volumes, labels, mask, patch_size"),
-        ("- {path: a, labels: b, condition: c}", "labels"),
-        ("- {path: a, lvl: 1}", "lvl: Extra inputs are not permitted"),
+        ("- {path: a, labels: b, condition: c}", "v.yaml: DataConfig is not valid: volumes.0.labels: Extra"),
+        ("- {path: a, lvl: 1}", "v.yaml: DataConfig is not valid: volumes.0.lvl: Extra inputs are not permitted"),
         ("- path: a\n  path: b", "v.yaml:2: 0.path: the key is set twice"),
         ("[]", "at least 1 item"),
         ("volumes: 3", "volumes.0: Input should be a valid dictionary or"),

@@ -152,6 +152,14 @@ def test_batches_are_those_of_one_volume_kept_once(tmp_path: Path, volume: Path)
         assert len(cached.stream._resident.volumes) == 1
 
 
+def test_a_mask_of_one_entry_asks_nothing_of_the_others() -> None:
+    """Only entries with a mask, and no share of their own, get the default; a given share is that of all others."""
+    masked = [{"path": "v.zarr", "mask": "m.zarr"}, {"path": "v.zarr", "mask": "m.zarr", "min_foreground": 0.1}]
+    for given, shares in ((None, [0.0, 0.5, 0.1]), (0.2, [0.2, 0.2, 0.1])):
+        data, _ = data_of(["v.zarr", *masked], {"min_foreground": given}, None)  # type: ignore[list-item]
+        assert [data.min_foreground_of(each) for each in data.volumes] == shares
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -162,12 +170,13 @@ def test_batches_are_those_of_one_volume_kept_once(tmp_path: Path, volume: Path)
         ({"class_weights": {1: 1.0}}, "class_weights.0.share"),
         ({"class_weights": {1: 0.0}}, "class_weights.0.share"),
         ({"class_weights": {"ink": 0.5}}, "class_weights.0.label"),
-        ({"class_weights": [1]}, r"class_weights \[1\] is not valid"),
+        ({"class_weights": [1]}, r"class_weights.0: Input should be a valid dict"),
         ({"class_weights": {1: 0.5}, "labels": None}, "class_weights need labels"),
         ({"ignore_label": 2, "labels": None}, "ignore_label needs labels"),
         ({"ignore_label": 2, "mask": "m.zarr"}, "ignore_label needs labels, and no mask"),
         ({"ignore_label": 1.5}, "MaskConfig is not valid: ignore.0"),
         ({"ignore_label": 2, "min_foreground": 0.0}, "has no effect with min_foreground 0"),
+        ({"ignore_label": 2, "labels": MaskConfig(path="l", labels=(1,))}, "exclude each other"),
     ],
 )
 def test_contradictory_arguments_are_refused(given: dict[str, Any], message: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -199,6 +200,14 @@ class ClassWeight(Section):
     share: float = Field(ge=1e-6, lt=1, description="at least this share of the patches holds a voxel of the class")
 
 
+def _as_weights(given: Any) -> Any:
+    """Shares by label, `{1: 0.3}`; keys in YAML are text."""
+    if not isinstance(given, Mapping):
+        return natural(given)  # JSON's lists are tuples
+    labels = (int(label) if re.fullmatch(r"-?\d+", str(label)) else label for label in given)
+    return tuple({"label": label, "share": share} for label, share in zip(labels, given.values(), strict=True))
+
+
 class DataConfig(Section):
     """Source and order of the patches."""
 
@@ -252,8 +261,10 @@ class DataConfig(Section):
         description="the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and "
         "encoded as n channels of 0 and 1; null = intensities",
     )
-    class_weights: tuple[ClassWeight, ...] = Field(
-        default=(), description="classes of the condition that patches hold more often than by chance"
+    class_weights: Annotated[tuple[ClassWeight, ...], BeforeValidator(_as_weights)] = Field(
+        default=(),
+        description="classes of the condition that patches hold more often than by chance; {1: 0.3} is short for "
+        "[{label: 1, share: 0.3}]",
     )
     validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out data")
 

@@ -260,7 +260,7 @@ def _validated(
         except ConfigError as error:
             problems.append(f"{label}: {str(error).removeprefix(f'{label}: ')}")
     if isinstance(data := tree.get("data"), dict) and str(data.get("volumes")).endswith((".yaml", ".yml")):
-        listed = read_volumes(Path(data["volumes"])) or {}
+        listed = read_volumes(Path(os.path.expanduser(data["volumes"]))) or {}
         tree["data"] = listed | data | {"volumes": listed.get("volumes", data["volumes"])}
     try:
         # As JSON: strict mode then accepts lists for tuples, and still converts nothing else.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,18 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
     given = {key: value for key, value in given.items() if value is not None}
     normalize = natural(given.pop("normalize", True))
     if isinstance(volumes, (str, os.PathLike)) and Path(volumes).suffix in (".yaml", ".yml"):
-        if (found := read_volumes(Path(volumes))) is None:
-            config = read_config(Path(volumes))
+        file = Path(os.path.expanduser(volumes))
+        if (found := read_volumes(file)) is None:
+            config = read_config(file)
             volumes, seed = config.data, config.seed if seed is None else seed
         elif unknown := sorted(found.keys() - {"volumes", *arguments}):
             known = ", ".join(sorted(arguments))
             raise ConfigError(f"{volumes}: unknown keys {', '.join(unknown)}; use volumes, {known}")
         else:
-            volumes, given = found.pop("volumes"), found | given
+            try:
+                return data_of(_listed(found.pop("volumes")), found | given | {"normalize": normalize}, seed)
+            except ConfigError as error:
+                raise ConfigError(f"{volumes}: {error}") from None
     seed = 0 if seed is None else to_integer("seed", seed, 0)
     if isinstance(volumes, DataConfig):
         if unused := [*given, *(["normalize"] if not isinstance(normalize, bool) else [])]:
@@ -66,10 +70,7 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         case _:
             raise ConfigError(f"normalize {normalize!r} is not valid; set it to True, False or (low, high)")
     keys["validation"] = ValidationConfig(fraction=given.get("validation_fraction", 0.0))
-    if "class_weights" in given:
-        if not isinstance(weights := given["class_weights"], Mapping):
-            raise ConfigError(f"class_weights {weights!r} is not valid; set it to {{label: share of the patches}}")
-        keys["class_weights"] = [{"label": label, "share": share} for label, share in weights.items()]
+    keys |= {"class_weights": given["class_weights"]} if "class_weights" in given else {}
     entries = list(DataConfig(volumes=tuple(map(_volume, _listed(volumes))), min_foreground=1.0).volumes)
     for argument in [name for name in ("labels", "mask") if name in given]:
         arrays = _listed(given[argument])
@@ -91,9 +92,12 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         if any(entry.mask or entry.condition is None for entry in entries):
             raise ConfigError("ignore_label needs labels, and no mask, as it makes a mask of them; add or remove these")
         ignore = (given["ignore_label"],)
-        entries = [_changed(entry, mask=MaskConfig(**entry.labels[0].given, ignore=ignore)) for entry in entries]
-    masked = any(entry.mask for entry in entries)
-    keys["min_foreground"] = given.get("min_foreground", _MASKED_FOREGROUND if masked else 0.0)
+        entries = [_changed(entry, mask=MaskConfig(**entry.labels[0].given | {"ignore": ignore})) for entry in entries]
+    if "min_foreground" in given:
+        keys["min_foreground"] = given["min_foreground"]
+    else:
+        least = {"min_foreground": _MASKED_FOREGROUND}
+        entries = [_changed(each, **least) if each.mask and each.min_foreground is None else each for each in entries]
     return match_volumes(DataConfig(volumes=tuple(entries), **keys)), seed
 
 
