@@ -22,8 +22,9 @@ _PATHS = ("path", "labels", "condition", "mask", "channels", "more_labels", "tra
 def match_volumes(data: DataConfig) -> DataConfig:
     """Return a copy with one volume for each match of a pattern, sorted; `{name}` in its other paths is its name.
 
-    A path that exists is no pattern, whatever its characters, nor is a folder that exists on the way, or an address.  The name is that of the last
-    part of the path that the pattern leaves open, without `.zarr`; of a path that is no pattern, its last part.
+    A path that exists is no pattern, whatever its characters, nor is a folder on the way that exists, or an address.
+    The name is that of the last part of the path that the pattern leaves open, without `.zarr`; of a path that is no
+    pattern, its last part.
 
     Raises ConfigError: a pattern matches nothing; files named by `{name}` do not exist (all of them are listed).
     """
