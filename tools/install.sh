@@ -31,5 +31,5 @@ export VIRTUAL_ENV=$venv
 # PYTHONDONTWRITEBYTECODE would make each process compile torch again.
 unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -c 'import torch._dynamo' &
-"$venv/bin/python" -c 'import vesuvius.commands.train, vesuvius.stream.ray.session'
+"$venv/bin/python" -c "import vesuvius.${3:+stream.ray.session, vesuvius.}commands.train"
 wait
