@@ -42,9 +42,8 @@ def match_volumes(data: DataConfig) -> DataConfig:
                 raise ConfigError(f"{volume.path} is a pattern of paths in {folder}, but {why}; correct data.volumes")
         for path in paths:
             last = Path(path.partition("?")[0] if "://" in path else path).parts[opened[-1] if opened else -1]
-            name = re.sub(r"(\.ome)?\.zarr$", "", last)
             matched = volume if path == volume.path else volume.model_copy(update={"path": Location(path)})
-            found.append(_with_name(matched, name, named))
+            found.append(_with_name(matched, name_of(last), named))
     wanted = dict.fromkeys(named)
     if missing := [path for path in wanted if "://" not in path and not os.path.lexists(path)]:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
@@ -53,6 +52,11 @@ def match_volumes(data: DataConfig) -> DataConfig:
             "; add them, or match fewer volumes"
         )
     return data.model_copy(update={"volumes": tuple(found)})
+
+
+def name_of(part: str) -> str:
+    """Return the name of a volume: a part of its path, without `.zarr`."""
+    return re.sub(r"(\.ome)?\.zarr$", "", part)
 
 
 def _with_name(value: Any, name: str, named: list[str]) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
+from vesuvius.config.patterns import name_of
 from vesuvius.errors import DataError
 from vesuvius.volumes.affine import AffineAlignment, Floats, as_rows
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
@@ -192,8 +193,8 @@ class _AlignmentError(Exception):
 
 def _transformed(volume: Volume, array: Volume, matrix: Floats, fixed: str) -> AnyAlignment:
     """Align by a transform between their levels 0, into the one of the two named `fixed`.  Raises _AlignmentError."""
-    name, parts = PurePath(fixed).stem, PurePath(volume.source.address).parts
-    if name in [part.removesuffix(".zarr") for part in parts]:  # else the array is, as in the data sets of villa
+    parts = PurePath(volume.source.display_address.removesuffix("?***")).parts
+    if name_of(PurePath(fixed).name) in map(name_of, parts):  # else the array is, as in the data sets of villa
         matrix = np.linalg.inv(matrix)
     matrix = _level_matrix(array) @ matrix @ np.linalg.inv(_level_matrix(volume))
     if (here := volume.voxel_size_um) and (there := array.voxel_size_um):
