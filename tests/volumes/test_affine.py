@@ -152,13 +152,13 @@ SIZES = (24, 40, 44)
 def test_fixed_volume_says_which_way_a_transform_leads(tmp_path: Path) -> None:
     """A transform of the volume leads to the labels, as in villa, one into the volume away from them."""
     matrix = centered(0.47 * turn(10), SIZES, (14, 22, 24))
-    volume = opened(tmp_path / "scan.zarr", SIZES, 2.4)
+    volume = opened(tmp_path / "scan-7.91um.zarr", SIZES, 2.4)
     there = {
         "other": write_transform(tmp_path / "a.json", matrix),
         "": write_transform(tmp_path / "b.json", matrix, ""),
     }
     inverse = np.linalg.inv(matrix)
-    for fixed in ("scan", "scan.zarr", "s3://bucket/volumes/scan.zarr/", str(tmp_path / "scan.zarr")):
+    for fixed in ("scan-7.91um", "scan-7.91um.zarr", "s3://bucket/volumes/scan-7.91um.ome.zarr/", volume.source.address):
         there[fixed] = write_transform(tmp_path / f"{len(there)}.json", inverse, fixed)
     found = []
     for number, transform in enumerate(there.values()):
@@ -310,6 +310,28 @@ def test_patches_have_the_labels_at_their_position_and_channels_are_interpolated
             for batch in (next(stream) for _ in range(8)):
                 for patch, sample in zip(batch.arrays[1], batch.samples, strict=True):
                     np.testing.assert_array_equal(patch, shown[slices(sample.box)])
+
+
+@pytest.mark.parametrize("role", ["condition", "channels", "more_labels"])
+def test_a_state_is_not_of_a_plan_with_another_matrix(tmp_path: Path, role: str) -> None:
+    """Although patches come from the same box; also of a translation, which is exact.  A copy of the file may move."""
+    hashes, boxes, first = [], [], np.eye(4)
+    first[:3, 3] = -2
+    turned = [MATRIX, MATRIX + np.eye(4, k=3) * 1e-4, MATRIX]
+    for number, matrix in enumerate([*turned, first, first + np.eye(4, k=3)]):
+        config = config_of(tmp_path, LABELS, MATRIX)
+        (volume,) = config.volumes
+        assert volume.condition is not None
+        transform = write_transform(tmp_path / f"{number}.json", matrix)
+        placed = ArrayConfig(path=volume.condition.path, transform=transform)
+        roles: Any = {"condition": volume.path, role: placed if role == "condition" else (placed,)}
+        config = DataConfig(**dict(config) | {"volumes": (VolumeConfig(path=volume.path, **roles),)})
+        data = prepare_data(0, config)
+        hashes.append(data.plan.hash)
+        boxes.append(data.within)
+    assert hashes[0] == hashes[2]
+    assert len(set(hashes)) == 4
+    assert boxes[0] == boxes[1]
 
 
 def test_damage_does_not_depend_on_what_is_known_of_it(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class PlanVolume:
     cells: Cells  # a partition of the starts in the training box
     foreground: QualifyingStarts | None = None  # None = all starts qualify
     same_as: int | None = None  # index of the entry with these voxels; None = its own
+    transforms: tuple[object, ...] = ()  # how transform.json files place its channels and conditions
 
     @property
     def num_positions(self) -> int:
@@ -231,6 +232,7 @@ class Plan:
                     "min_foreground": volume.foreground.min_fraction if volume.foreground else 0.0,
                     "foreground": volume.foreground.hash if volume.foreground else None,
                 }
+                | ({"transforms": repr(volume.transforms)} if volume.transforms else {})
                 for volume in self.volumes
             ],
             "first_samples": [[s.volume, *s.start_zyx] for s in first],

@@ -225,15 +225,17 @@ def prepare_data(
     volumes, channels = tuple(each[0] for each in arrays), len(config.volumes[0].images)
     config = _without_unequal_turns(config, volumes)
     dtypes = tuple(common_dtype(each, index >= channels) for index, each in enumerate(zip(*arrays, strict=True)))
-    within, maps, of_classes = [], [], []
+    within, maps, of_classes, transforms = [], [], [], []
     for spec, (volume, *others) in zip(config.volumes, arrays, strict=True):
         foreground = foreground_map(volume, spec, config)
         volume.missing.listed = foreground.stored(volume.chunk_zyx) if foreground else None
         box = (foreground and foreground.within) or ((0, 0, 0), volume.shape_zyx)
-        for position, array in enumerate(others, 1):
-            what = "the condition" if position >= channels else "the channel"
-            box = intersection(box, log_alignment(volume, array, what).covered)
+        whats = ["the channel"] * (channels - 1) + ["the condition"] * len(others)
+        placed = [log_alignment(volume, array, what) for array, what in zip(others, whats, strict=False)]
+        for alignment in placed:
+            box = intersection(box, alignment.covered)
         within.append(box)
+        transforms.append(tuple(found for array, found in zip(others, placed, strict=True) if array.transform))
         maps.append(foreground)
         of_classes.append(class_maps(volume, spec, config))
     splits = splits or split_volumes([each[:channels] for each in arrays], within, config.patch_size, config.validation)
@@ -252,6 +254,7 @@ def prepare_data(
         )
         for spec, volume, split, foreground in zip(config.volumes, volumes, splits, maps, strict=True)
     ]
+    planned = [replace(each, transforms=found) for each, found in zip(planned, transforms, strict=True)]
     if config.class_weights:
         planned, warnings = class_volumes(planned, of_classes, config)
         for warning in warnings:

@@ -181,7 +181,6 @@ def _voxel_properties(volumes: Sequence[TrainedVolume], condition_dtype: str | N
         "dtype of the volumes": ", ".join(volume.dtype.name for volume in volumes),
         "dtype of the conditions": condition_dtype,
         "alignment of the conditions (factors, offsets)": "; ".join(lie),
-        "transform of the conditions": [volume.condition_transform for volume in volumes],
     }
 
 
