@@ -158,7 +158,12 @@ def test_fixed_volume_says_which_way_a_transform_leads(tmp_path: Path) -> None:
         "": write_transform(tmp_path / "b.json", matrix, ""),
     }
     inverse = np.linalg.inv(matrix)
-    for fixed in ("scan-7.91um", "scan-7.91um.zarr", "s3://bucket/volumes/scan-7.91um.ome.zarr/", volume.source.address):
+    for fixed in (
+        "scan-7.91um",
+        "scan-7.91um.zarr",
+        "s3://bucket/volumes/scan-7.91um.ome.zarr/",
+        volume.source.address,
+    ):
         there[fixed] = write_transform(tmp_path / f"{len(there)}.json", inverse, fixed)
     found = []
     for number, transform in enumerate(there.values()):
