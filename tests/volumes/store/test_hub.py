@@ -134,3 +134,6 @@ def test_other_addresses_of_the_hub_are_refused(address: str) -> None:
     forms = r"it is not hf://buckets/OWNER/NAME/PATH or hf://datasets/OWNER/NAME\[@REVISION\]/PATH \(also models/, sp"
     with pytest.raises(DataError, match=forms):
         Source(address, FAST)
+    for path in ("a//v.zarr", "/a", "a/../v.zarr", "./a"):  # listed as another name than the one that is read
+        with pytest.raises(DataError, match=r"an empty name between two slashes, or \. or \.\.; check the address"):
+            Source(f"hf://buckets/owner/name/{path}", FAST)

@@ -29,7 +29,7 @@ _FORMS = "hf://buckets/OWNER/NAME/PATH or hf://datasets/OWNER/NAME[@REVISION]/PA
 class HubFolder:
     """The folder of a repository or bucket that hf://`path` names.  No I/O except in the listings.
 
-    Raises ValueError: it is not such an address; a bucket has no revisions.
+    Raises ValueError: it is not such an address.
     """
 
     def __init__(self, path: str, headers: Mapping[str, str] = {}, timeout_s: float = 30.0) -> None:
@@ -37,6 +37,8 @@ class HubFolder:
         if match is None or (match[1] == "buckets" and match[3]):
             raise ValueError(f"it is not {_FORMS}")
         kind, name, revision, key = match.groups("")
+        if {"", ".", ".."} & {*key.removesuffix("/").split("/")[1:]}:  # which a URL does not keep as names
+            raise ValueError("an empty name between two slashes, or . or ..")
         self._root, at = key.strip("/"), ""
         if kind != "buckets":
             at = f"/{quote(unquote(revision or 'main'), '')}"
