@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from fractions import Fraction
@@ -124,6 +125,22 @@ def test_entries_of_one_array_train_on_no_held_out_voxel_of_any(
     data = prepared(one, two)
     assert_no_leak(data)
     assert any(split.validation for split in data.splits)
+
+
+def test_a_scan_that_a_transform_places_elsewhere_shares_no_slab(tmp_path: Path) -> None:
+    """Its held-out voxels would lie at other positions of the entry that has it as a channel; alike, they do not."""
+    old, new = (str(pyramid(tmp_path / name)) for name in ("old.zarr", "new.zarr"))
+    matrix = [[0.98, 0.199, 0, 0], [-0.199, 0.98, 0, 8], [0, 0, 1, 6]]
+    document = {"fixed_volume": "old", "transformation_matrix": matrix}
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    moved = VolumeConfig(path=new, channels=(ArrayConfig(path=old, transform=str(tmp_path / "t.json")),))
+    plain = VolumeConfig(path=old, channels=(ArrayConfig(path=old),))
+    with pytest.raises(DataError, match=r"new.zarr level 0 and .*old.zarr level 0: a transform places the voxels that "):
+        prepared(moved, plain)
+    assert [split.validation for split in prepared(moved, plain, fraction=0).splits] == [None, None]
+    first, second = prepared(moved, moved).splits
+    assert first == second
+    assert first.validation
 
 
 def test_copies_of_a_scan_and_other_scans_are_split_on_their_own(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def split_volumes(
 
     Reads metadata.
 
-    Raises DataError: a box is too small, or two levels of one pyramid cannot be aligned.
+    Raises DataError: a box is too small, or entries that share voxels cannot be aligned, or not by a transform alike.
     """
     splits, volumes = dict[int, Split](), [each[0] for each in channels]
     for group in _groups(channels):
@@ -34,8 +34,13 @@ def split_volumes(
         if len(group) == 1 or config.fraction == 0:
             made = [split_volume(volumes[n].name, volumes[n].shape_zyx, patch_zyx, config, boxes[n]) for n in group]
         else:
-            grids = [align(first, volumes[n], "the same scan") for n in group]
             names = [volumes[n].name for n in group]
+            if len({tuple(each.spec.transform for each in channels[n]) for n in group}) > 1:
+                raise DataError(
+                    f"No slab can be held out of {' and '.join(names)}: a transform places the voxels that they share "
+                    "elsewhere; set data.validation.fraction=0, or leave out that channel"
+                )
+            grids = [align(first, volumes[n], "the same scan") for n in group]
             made = split_shared(names, [boxes[n] for n in group], grids, patch_zyx, config)
         splits |= zip(group, made, strict=True)
     return [splits[n] for n in range(len(volumes))]
