@@ -253,7 +253,7 @@ def test_transforms_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     elsewhere[:3, 3] = 0.5, 100, 0
     path = write_transform(tmp_path / "far.json", elsewhere)
     with pytest.raises(
-        DataError, match=r"they do not overlap; it has \(24, 40, 44\) voxels of 2.4.*, the volume \(24, "
+        DataError, match=r"they do not overlap; it has \(24, 40, 44\) voxels of 2.4.*; correct .*/far.json, "
     ):
         align(volume, opened(tmp_path / "far", SIZES, transform=path), "labels")
     with pytest.raises(ConfigError, match=r"interpolation of .* has no effect without a transform"):

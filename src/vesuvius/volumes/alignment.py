@@ -24,6 +24,7 @@ from vesuvius.volumes.affine import AffineAlignment, Floats, as_rows
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.geometry import MICROMETERS, VOXELS, Geometry, space_of
+from vesuvius.volumes.store.objects import display_address
 from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -142,11 +143,15 @@ def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
         if shape_of(found.array_box(found.covered)) == (1, 1, 1) != array.shape_zyx:
             raise _AlignmentError("the volume would lie in a single voxel of it")
     except _AlignmentError as error:
+        remedy = (
+            "correct scale, unit and translation in the OME metadata (they are not read if the path points to the array "
+            "of a level), or choose another level"
+        )
+        if array.spec.transform:
+            remedy = f"correct {display_address(array.spec.transform)}, or choose another"
         raise DataError(
             f"Cannot align {what} {array.name} with the volume {volume.name}: {error}; it has "
-            f"{describe_geometry(array)}, the volume {describe_geometry(volume)}; correct scale, unit and translation "
-            "in the OME metadata (they are not read if the path points to the array of a level), or choose another "
-            "level"
+            f"{describe_geometry(array)}, the volume {describe_geometry(volume)}; {remedy}"
         ) from error
     return found
 
