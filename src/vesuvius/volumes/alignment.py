@@ -144,11 +144,11 @@ def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
             raise _AlignmentError("the volume would lie in a single voxel of it")
     except _AlignmentError as error:
         remedy = (
-            "correct scale, unit and translation in the OME metadata (they are not read if the path points to the array "
-            "of a level), or choose another level"
+            f"correct {display_address(array.spec.transform)}"
+            if array.spec.transform
+            else "correct scale, unit and translation in the OME metadata (they are not read if the path points to the "
+            "array of a level), or choose another level"
         )
-        if array.spec.transform:
-            remedy = f"correct {display_address(array.spec.transform)}, or choose another"
         raise DataError(
             f"Cannot align {what} {array.name} with the volume {volume.name}: {error}; it has "
             f"{describe_geometry(array)}, the volume {describe_geometry(volume)}; {remedy}"

@@ -135,7 +135,9 @@ def test_a_scan_that_a_transform_places_elsewhere_shares_no_slab(tmp_path: Path)
     (tmp_path / "t.json").write_text(json.dumps(document))
     moved = VolumeConfig(path=new, channels=(ArrayConfig(path=old, transform=str(tmp_path / "t.json")),))
     plain = VolumeConfig(path=old, channels=(ArrayConfig(path=old),))
-    with pytest.raises(DataError, match=r"new.zarr level 0 and .*old.zarr level 0: a transform places the voxels that "):
+    with pytest.raises(
+        DataError, match=r"new.zarr level 0 and .*old.zarr level 0: a transform places the voxels that "
+    ):
         prepared(moved, plain)
     assert [split.validation for split in prepared(moved, plain, fraction=0).splits] == [None, None]
     first, second = prepared(moved, moved).splits
