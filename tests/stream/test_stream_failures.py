@@ -211,6 +211,10 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
 def test_processes_without_a_number_are_refused_and_a_running_stream_keeps_its_readers(volume: Path) -> None:
     with pytest.raises(ConfigError, match="processes=True with num_workers=0 starts no reader"):
         StreamOptions(4, 0, processes=True)
+    for no_bool in (4, "no", None):  # not a number of processes either
+        with pytest.raises(ConfigError, match=f"processes {no_bool!r} is not valid; set it to True or False"):
+            StreamOptions(4, processes=no_bool)  # type: ignore[arg-type]
+    assert StreamOptions(4, processes=np.bool_(False)).processes is False  # type: ignore[arg-type]
     with open_stream(make_job(volume)) as stream:
         with pytest.raises(ConfigError, match="starts no reader"):
             stream.reconfigure(processes=True)

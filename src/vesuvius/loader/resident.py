@@ -13,6 +13,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, tightest
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB, format_size
+from vesuvius.stream.options import local_ranks
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.reading.resident import Resident
 
@@ -59,7 +60,7 @@ def open_resident(job: ReaderJob, wanted: bool | float) -> Resident | None:
     distributed, own = torch.distributed, None
     if job.world_size > 1 and distributed.is_initialized() and distributed.get_world_size() == job.world_size:
         boot, pids = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino
-        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        sharers = local_ranks()
         with suppress(OSError, RuntimeError):  # that copy has ended, or the store has
             own = Resident(job, sharers=sharers)  # takes no memory yet
             store = distributed.distributed_c10d._get_default_store()

@@ -44,6 +44,10 @@ class StreamOptions:
             value = getattr(self, name)
             if name != "requests" or value is not None:
                 object.__setattr__(self, name, to_integer(name, value, minimum))  # an int, as Ray refuses numpy's
+        for name in ("cache_in_memory", "processes"):
+            if not isinstance(value := natural(getattr(self, name)), bool):
+                raise ConfigError(f"{name} {value!r} is not valid; set it to True or False")
+            object.__setattr__(self, name, value)
         if not self.processes:
             return
         if self.num_workers == 0:
@@ -63,7 +67,7 @@ class StreamOptions:
         """Number of threads of this process that read; with processes, while these start."""
         if self.num_workers and not self.processes:
             return self.num_workers
-        return auto_threads(int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        return auto_threads(local_ranks())
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
@@ -82,6 +86,14 @@ class StreamChanges(TypedDict, total=False):
     requests: int
     cache_in_memory: bool
     processes: bool
+
+
+def local_ranks() -> int:
+    """Return the number of ranks on this machine, as their launcher says.  Raises ConfigError: that is no number."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE={text} is not a number of ranks; unset it, or start ranks with torchrun")
+    return int(text)
 
 
 def auto_threads(local_ranks: int) -> int:

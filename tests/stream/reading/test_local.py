@@ -104,6 +104,10 @@ def test_without_a_number_there_is_a_thread_for_each_core_of_the_rank(
     assert auto_threads(local_ranks) == StreamOptions(1, 0).num_threads == threads
     assert StreamOptions(1, 4, processes=True).num_threads == threads, "until Ray has started"
     assert StreamOptions(1, 20).num_threads == 20
+    for text in ("0", "-1", "two"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={text} is not a number of ranks"):
+            _ = StreamOptions(1, 0).num_threads
 
 
 def test_the_first_window_is_read_without_ray_and_the_rest_follows_in_order(job: ReaderJob) -> None:
