@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.recorded_runs import BEGAN, lines, run_end, run_start, session_file, step, write_run
+from vesuvius.commands.cli import main
 from vesuvius.commands.runs import report
 from vesuvius.errors import EXIT_INTERRUPTED, ConfigError
 from vesuvius.report.serve import HOST, LivePage, open_server
@@ -40,6 +41,12 @@ def served(run: Path) -> Iterator[str]:
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return str(answer.read(), "utf-8")
+
+
+def test_a_report_of_no_run_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report"])
+    assert "the following arguments are required: RUN" in capsys.readouterr().err
 
 
 def test_the_page_follows_a_run_and_stops_refreshing_at_its_end(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
+from itertools import pairwise
 
 from vesuvius.commands.cli import Parser, as_command, full_path, natural, say
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, storage_errors
@@ -31,7 +32,7 @@ def report(argv: list[str]) -> int:
         help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
     )  # fmt: skip
     # Without a number after it, `--serve` would take the name of a run as its port.
-    numbered = zip(argv, [*argv[1:], ""], strict=True)
+    numbered = pairwise([*argv, ""])
     with_port = [f"--serve={_PORT}" if each == "--serve" and not then.isdecimal() else each for each, then in numbered]
     args = parser.parse_intermixed_args(with_port)
     if args.out is not None and args.serve is not None:
