@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.conftest import textured, write_array
+from vesuvius.doctor import Finding
 from vesuvius.errors import _EXTRAS
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,10 @@ print(vesuvius.predict_volume(lambda image: image, scan, "predicted.zarr", **til
 from vesuvius.commands.cli import COMMANDS, main
 for command in (["volume", "info", scan], ["volume", "copy", scan, copy], ["volume", "verify", copy]):
     print(main(command))
+files = ["--volume", scan, "--out", "p.zarr", "--patch-size", "16,32,32"]
+print(main(["predict", "--network", "torch.nn:Identity", *files]))
+from vesuvius.doctor import Check, examine, start_ray
+print(*examine([Check("Ray", lambda: start_ray(None, 9))], 99))
 for command in COMMANDS:
     try:
         main([command, "--help"])
@@ -127,9 +132,13 @@ def test_the_base_install_reads_and_copies_and_says_what_to_type_for_the_rest(tm
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("2\n(4, 8, 16, 16)\n(2,)\n1\nTrue\n")
+    line = "which is not installed; pip install 'vesuvius-diffusion[train]'"
+    assert re.search(rf"no picture: it needs \w+, {re.escape(line)}", done.stdout)
+    value, _, remedy = line.partition("; ")
+    assert str(Finding("fail", f"a private Ray needs ray, {value}", remedy)) in done.stdout
     assert not (tmp_path / "volumes").exists(), "a demo that cannot train writes nothing"
     lines = [line.partition("ERROR ")[2] or line for line in done.stderr.splitlines() if "which is not" in line]
-    words = [re.fullmatch(r"(.*) needs \w+, which is not installed: (.*)", line) for line in lines]
+    words = [re.fullmatch(r"(.*) needs \w+, which is not installed; (.*)", line) for line in lines]
     assert [match and match[1] for match in words] == [
         "`vesuvius train`", "`vesuvius tune`", "`vesuvius demo`", "processes=True", "Prediction with several workers",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from vesuvius.config import Config, TrainingConfig
-from vesuvius.errors import one_line
+from vesuvius.errors import needs_extra, one_line
 from vesuvius.monitor.memory.limits import MemoryPolicy, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
@@ -103,7 +103,8 @@ def _late(level: Level, value: str, remedy: str) -> Finding:
 
 def _run(check: Check) -> Finding:
     try:
-        return check.run()
+        with needs_extra(f"The check of {check.name}"):
+            return check.run()
     except BaseException as error:  # nobody else sees exceptions of this thread
         value, _, remedy = one_line(error, 400).rpartition("; ")  # our messages end with what to do
         if value:
@@ -235,7 +236,8 @@ def check_gpus(config: Config | None) -> Finding:
 def start_ray(address: str | None, within_s: float) -> Finding:
     """Start and stop a private Ray, or connect to the cluster, in a process of its own."""
     began, where = time.monotonic(), f"the cluster at {address}" if address else "a private Ray"
-    command = [sys.executable, "-c", _RAY, address or ""]
+    with needs_extra(where, "ray"):
+        command = [sys.executable, "-c", _RAY, address or ""]
     # Not a pipe: Ray's daemons would keep it open.
     with (
         tempfile.TemporaryFile() as output,

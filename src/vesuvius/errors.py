@@ -124,7 +124,7 @@ def needs_extra(what: str, module: str = "") -> Iterator[None]:
         name = (error.name or "").partition(".")[0]
         for extra in (extra for extra, modules in _EXTRAS.items() if name in modules):
             remedy = f"pip install 'vesuvius-diffusion[{extra}]'"
-            raise ConfigError(f"{what} needs {name}, which is not installed: {remedy}") from None
+            raise ConfigError(f"{what} needs {name}, which is not installed; {remedy}") from None
         raise
 
 

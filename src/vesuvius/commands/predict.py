@@ -9,7 +9,7 @@ from typing import Any
 
 from vesuvius.commands.cli import Parser, as_command, full_path, naturals, positive, say, triple
 from vesuvius.commands.sample import array, box
-from vesuvius.errors import EXIT_OK, VesuviusError, one_line
+from vesuvius.errors import EXIT_OK, VesuviusError, needs_extra, one_line
 from vesuvius.runlog.progress import Progress
 
 
@@ -36,9 +36,10 @@ def _picture(arguments: argparse.Namespace) -> str:
     """Draw the picture, and say where it is, or why there is none: the volume is complete in any case."""
     picture = arguments.out.with_suffix(".png")
     try:
-        from vesuvius.generate.volume.picture import draw_prediction  # needs the extra [train]
+        with needs_extra("it"):
+            from vesuvius.generate.volume.picture import draw_prediction
 
-        draw_prediction(arguments.volume[0], arguments.box, arguments.out, picture)
+            draw_prediction(arguments.volume[0], arguments.box, arguments.out, picture)
     except (ImportError, VesuviusError) as error:
         return f"; no picture: {one_line(error)}"
     return f"; middle slices: {picture}"
