@@ -253,7 +253,7 @@ def test_transforms_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     elsewhere[:3, 3] = 0.5, 100, 0
     path = write_transform(tmp_path / "far.json", elsewhere)
     with pytest.raises(
-        DataError, match=r"they do not overlap; it has \(24, 40, 44\) voxels of 2.4.*; correct .*/far.json, "
+        DataError, match=r"they do not overlap; it has \(24, 40, 44\) voxels of 2.4.*; correct .*/far.json$"
     ):
         align(volume, opened(tmp_path / "far", SIZES, transform=path), "labels")
     with pytest.raises(ConfigError, match=r"interpolation of .* has no effect without a transform"):
@@ -273,6 +273,9 @@ def test_a_transform_is_read_by_address_and_logged_with_the_share(
     (record,) = [record.message for record in caplog.records if record.message.startswith("Aligned")]
     assert f"({np.prod(shape_of(found.covered)) / np.prod(SIZES):.0%}); patches come from the shared part" in record
     assert "resampled to the nearest" in record
+    blank = path.rename(tmp_path / "my #1.json")
+    named = opened(tmp_path / "b", SIZES, transform=server.url_of(blank).replace(" ", "%20").replace("#", "%23"))
+    assert align(volume, named, "labels") == found
 
 
 # ---- in a stream

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,6 +216,7 @@ def read_transform(address: str, config: StoreConfig) -> tuple[Floats, str]:
     """
     base, mark, query = address.partition("?") if is_remote(address) else (address, "", "")
     folder, _, key = base.rpartition("/")
+    key = unquote(key) if address.startswith(("http://", "https://")) else key
     with closing(Source(f"{folder}{mark}{query}", config)) as source:
         try:
             data = source.get(key, cached=False)
