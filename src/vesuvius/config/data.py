@@ -47,6 +47,8 @@ class ArrayConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_path(cls, given: Any) -> Any:
+        if isinstance(given, ArrayConfig) and not isinstance(given, cls):
+            return given.given  # an array as a mask or volume
         return natural({"path": given} if isinstance(given, str | os.PathLike) else given)  # JSON's lists are tuples
 
     def contradictions(self) -> Iterator[str]:
@@ -86,16 +88,12 @@ class ForegroundConfig(Section):
     threshold: float = Field(default=0.0, ge=0, description="intensity above which a voxel of that level is foreground")
 
 
-def _as_mask(given: Any) -> Any:
-    return given.given if type(given) is ArrayConfig else given
-
-
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from, or several: a pattern as the path, `images/*.zarr`, is a volume for each
     match, and `{name}` in the paths of its condition and mask is the name of the match."""
 
     weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
-    mask: Annotated[MaskConfig | None, BeforeValidator(_as_mask)] = Field(
+    mask: MaskConfig | None = Field(
         default=None, description="its nonzero voxels are foreground; aligned like a condition"
     )
     min_foreground: float | None = Field(

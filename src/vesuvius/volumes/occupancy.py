@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,8 @@ def class_maps(volume: Volume, spec: VolumeConfig, config: DataConfig) -> list[F
     if spec.condition is None or not config.class_weights:
         return []
     labels = open_volume(spec.condition, config.store, nan="error" if config.nan == "error" else "keep")
-    classes = [MaskConfig(path=spec.condition.path, labels=(each.label,)) for each in config.class_weights]
-    return coarse_maps(volume, labels, list(map(selection, classes)), config.patch_size, "the condition")
+    selects: list[Select] = [partial(np.equal, each.label) for each in config.class_weights]
+    return coarse_maps(volume, labels, selects, config.patch_size, "the condition")
 
 
 def selection(mask: MaskConfig) -> Select:
