@@ -107,8 +107,10 @@ def test_entries_that_share_any_channel_share_the_slab(tmp_path: Path) -> None:
         assert loader.validation_boxes[0] == loader.validation_boxes[1] is not None
     with pytest.raises(ConfigError, match="different numbers of channels"):
         load([(a, b), c])
-    with pytest.raises(ConfigError, match="channels and more_labels have no weight"):
-        load(VolumeConfig(path=a, channels=[VolumeConfig(path=b, weight=2)]))
+    of_channels: dict[str, Any] = {"channels": [VolumeConfig(path=b, weight=2)]}
+    for keys in (of_channels, {"condition": VolumeConfig(path=b, weight=2)}):
+        with pytest.raises(ConfigError, match="channels and labels have no weight"):
+            load(VolumeConfig(path=a, **keys))
     config = f"name: x\ndata:\n  volumes: [{{path: {a}, channels: [{{path: {b}}}]}}]\n"
     with pytest.raises(ConfigError, match="are for PatchLoader: a run trains on one channel"):
         parse_config(config)

@@ -130,8 +130,8 @@ class VolumeConfig(ArrayConfig):
         yield from super().contradictions()
         if self.more_labels and not self.condition:
             yield "more_labels need a condition, the first of them; add it"
-        if any(isinstance(each, VolumeConfig) for each in (*self.channels, *self.more_labels)):
-            yield "channels and more_labels have no weight, mask or condition of their own; use ArrayConfig for them"
+        if any(isinstance(each, VolumeConfig) for each in (*self.channels, *self.labels)):
+            yield "channels and labels have no weight, mask or condition of their own; use ArrayConfig for them"
         if self.transform is not None:
             yield f"transform of {self.path} has no effect: it places another array on a volume; set it in that array"
 
