@@ -71,6 +71,17 @@ def test_the_name_is_that_of_the_last_open_part_of_the_path() -> None:
     assert [each.mask for each in found] == [MaskConfig(path=f"scans/{name}/ink.zarr") for name in ("s1", "s2")]
 
 
+def test_labels_that_several_volumes_share_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Mostly by mistake; of one match, or of entries one by one, they are as they were written."""
+    matched(VolumeConfig(path="images/[ab].zarr", condition="labels/a_target.zarr"))
+    assert "labels/a_target.zarr is used for all 2 matches of [ab].zarr; {name} gives each its own" in caplog.text
+    caplog.clear()
+    for path in ("images/[a].zarr", "images/b.zarr"):
+        matched(VolumeConfig(path=path, condition="labels/a_target.zarr"))
+    matched(VolumeConfig(path="images/[ab].zarr", condition="labels/{name}_target.zarr"))
+    assert not caplog.records
+
+
 def test_the_name_is_filled_in_wherever_a_path_is(folder: Path) -> None:
     for name in ("s1", "s2"):
         (folder / f"scans/{name}/t.json").touch()

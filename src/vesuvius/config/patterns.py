@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from itertools import accumulate
@@ -12,6 +13,8 @@ from typing import Any
 from vesuvius.config.data import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.config.section import Location
 from vesuvius.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 NAME = "{name}"
 _MOST_NAMED = 8  # missing files in a message
@@ -40,6 +43,10 @@ def match_volumes(data: DataConfig) -> DataConfig:
             if not (paths := sorted(glob.glob(os.path.join(glob.escape(folder), *rest)))):
                 why = "no path there matches" if os.path.isdir(folder) else "there is no such folder"
                 raise ConfigError(f"{volume.path} is a pattern of paths in {folder}, but {why}; correct data.volumes")
+        same = [each.path for each in (*volume.labels, volume.mask) if each and NAME not in each.path]
+        if same and len(paths) > 1:
+            text = "%s is used for all %d matches of %s; %s gives each its own"
+            log.warning(text, same[0], len(paths), parts[-1], NAME)
         for path in paths:
             last = Path(path.partition("?")[0] if "://" in path else path).parts[opened[-1] if opened else -1]
             matched = volume if path == volume.path else volume.model_copy(update={"path": Location(path)})
