@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections import deque
@@ -208,9 +207,11 @@ class PartialCopy:
 
     def _finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are complete; returns the array for reading."""
-        folder, all_chunks = self._volume / str(level), math.prod(self.plan.counts[level])
+        folder = self._volume / str(level)
         with disk_errors(self.out):
-            if len(self.missing(level)) == all_chunks:  # a volume without any chunk could not be opened
+            if not any(
+                file.is_file() and file.name[0] != "." for file in folder.rglob("*")
+            ):  # a volume without any chunk could not be opened
                 if level == 0:
                     log.warning("%s: all voxels are %s", self.out, self.fill_value)
                 voxels = np.full(self.plan.chunk_zyx, self.fill_value, self.dtype)
