@@ -85,9 +85,9 @@ def test_without_the_libraries_of_pictures_the_volume_is_complete(
     [
         (["--network", "absent.pt2"], "The network absent.pt2 does not exist"),
         (["--network", "nets_of_predict:absent"], "has no attribute 'absent'"),
-        (["--overlap", "1"], "overlap 1 is not"),
-        (["--channels", "2"], "channels [2] are not distinct channels of the network (0 to 1)"),
-        (["--workers", "2", "--box", "0:12,0:12,0:99"], "The box z 0:12, y 0:12, x 0:99 is not inside"),
+        (["--overlap", "1"], "overlap 1.0 is not"),
+        (["--channels", "2"], "channels (2,) are not channels of the network (0 to 1)"),
+        (["--workers", "2", "--box", "0:12,0:12,0:99"], "box z 0:12, y 0:12, x 0:99 is not inside"),
     ],
 )
 def test_wrong_arguments_are_refused_and_nothing_is_written(

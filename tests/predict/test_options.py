@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,13 @@ def test_outputs_are_those_of_their_definition(options: dict[str, Any], expected
         ({"activation": "relu"}, "activation 'relu' does not exist"),
         ({"activation": "argmax", "kept": [0]}, "channels has no effect with argmax"),
         ({"activation": "argmax", "channels": 1}, "argmax needs a network with two channels"),
-        ({"kept": [3]}, r"channels \[3\] are not distinct channels of the network \(0 to 2\)"),
+        ({"kept": [3]}, r"channels \[3\] are not channels of the network \(0 to 2\)"),
         ({"kept": [1, 1]}, "are not distinct"),
-        ({"kept": []}, "are not distinct"),
+        ({"kept": []}, "are not channels of the network"),
+        ({"kept": ["ink"]}, "are not channels of the network"),
+        ({"kept": 0}, "channels 0 are not channels of the network"),
+        ({"threshold": float("nan")}, "threshold nan is not a number"),
+        ({"threshold": "half"}, "threshold 'half' is not a number"),
         ({"activation": "sigmoid", "threshold": 1.5}, "threshold 1.5 is not between 0 and 1"),
         ({"dtype": "uint8"}, "dtype uint8 is for values from 0 to 1"),
         ({"dtype": "int32"}, "dtype int32 is not possible"),
@@ -107,6 +113,10 @@ def test_mirrored_evaluations_are_averaged(tmp_path: Path, volume: Path) -> None
 
     np.testing.assert_allclose(found, by_monai(VOXELS, mirrored, overlap=0.25, mode="gaussian"), atol=1e-5)
     assert len(flips) == 4
+    found = predicted(lambda x: x.mul_(2), volume, tmp_path / "p.zarr", mirror="zyx", normalize=False)
+    np.testing.assert_allclose(
+        found, 2 * VOXELS.astype(np.float32), rtol=1e-6, err_msg="a network may change its batch"
+    )
 
 
 @pytest.mark.parametrize("shape", [(37, 45, 52), (32, 33, 15)])
@@ -248,8 +258,18 @@ def test_an_exported_program_gives_what_its_module_gives(tmp_path: Path, volume:
     ("options", "message"),
     [
         ({"blend": "sin4"}, "blend 'sin4' does not exist; choose gaussian, linear, constant, crop"),
-        ({"mirror": "zt"}, "mirror has t, not only axes among z, y and x"),
-        ({"box": ((0, 0, 0), (99, 1, 1))}, "The box z 0:99, y 0:1, x 0:1 is not inside"),
+        ({"mirror": "zt"}, "mirror 'zt' has not only axes among z, y and x"),
+        ({"mirror": None}, "mirror None has not only axes"),
+        ({"box": ((0, 0, 0), (99, 1, 1))}, "box z 0:99, y 0:1, x 0:1 is not inside"),
+        ({"box": ((0, 0, 0), (9.0, 9, 9))}, r"box has \(9.0, 9, 9\) in place of three integers"),
+        ({"box": (9, 9, 9)}, r"box \(9, 9, 9\) is not \(\(z, y, x\), \(z, y, x\)\)"),
+        ({"workers": 0}, "workers 0 is not an integer of at least 1"),
+        ({"mask": ("v.zarr", "v.zarr")}, "mask has 2 arrays; pass one"),
+        ({"normalize": (90, 10)}, "low 90.* is not below high 10"),
+        ({"normalize": (5, 5)}, "low 5.* is not below high 5"),
+        ({"normalize": (0, float("nan"))}, "high: Input should be a finite number"),
+        ({"overlap": "half"}, "overlap half is not at least 0"),
+        ({"patch_size": 16}, "patch_size has 16 in place of three integers"),
         ({"workers": 2}, "workers=2 processes cannot share a living network; save it with torch.export.save"),
         ({"cluster": "auto"}, "cluster needs workers"),
         ({"batch_size": 0}, "batch_size"),
@@ -266,6 +286,65 @@ def test_impossible_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"does not end in \.zarr"):
         predicted(network(), volume, tmp_path / "o")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.zarr"]
+
+
+def test_numbers_of_numpy_and_a_folder_left_meanwhile_change_nothing(
+    tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def net(x: Tensor) -> Tensor:
+        os.chdir(tmp_path / "elsewhere")
+        return torch.cat([x * 0, x], 1)
+
+    options: dict[str, Any] = {
+        "patch_size": np.array(PATCH),
+        "overlap": np.float32(0.25),
+        "normalize": np.array([0, 9]),
+    }
+    box = np.array([[1, 2, 3], [20, 21, 22]])
+    for number, given in enumerate((box, box.tolist())):
+        done = vesuvius.predict_volume(net, "v.zarr", f"{number}.zarr", box=given, **options)
+        assert done.path == tmp_path / f"{number}.zarr"
+        np.testing.assert_allclose(level(done.path)[1], VOXELS[1:20, 2:21, 3:22] / 4.5 - 1, rtol=1e-6)
+        os.chdir(tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert "all voxels" not in caplog.text, "only those of one channel"
+
+
+def test_predictions_at_once_leave_the_threads_of_torch_as_they_were(tmp_path: Path, volume: Path) -> None:
+    """Also for later threads, whose number is that of the last `set_num_threads` of any thread."""
+    before, found = torch.get_num_threads(), list[int]()
+    first_is_in, second_is_in, first_has_ended = (threading.Event() for _ in range(3))
+    torch.set_num_threads(2)
+
+    def act(name: str, is_in: threading.Event, wait_for: threading.Event) -> None:
+        def net(x: Tensor) -> Tensor:
+            is_in.set()
+            assert not wait_for.wait(20)
+            return x
+
+        with pytest.raises(VesuviusError, match="AssertionError"):
+            predicted(net, volume, tmp_path / name)
+
+    try:
+        each = [
+            threading.Thread(target=act, args=("first.zarr", first_is_in, second_is_in)),
+            threading.Thread(target=act, args=("second.zarr", second_is_in, first_has_ended)),
+        ]
+        each[0].start()
+        assert first_is_in.wait(20)
+        each[1].start()
+        each[0].join()
+        first_has_ended.set()
+        each[1].join()
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert [torch.get_num_threads(), *found] == [2, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_error_of_the_network_names_the_tile_and_the_same_call_resumes(tmp_path: Path, volume: Path) -> None:

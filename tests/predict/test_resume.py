@@ -22,6 +22,7 @@ from tests.predict.test_predict import VOXELS, level, network, write
 from tests.support.forked import in_child
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.predict import run
+from vesuvius.predict.forecast import forecast
 from vesuvius.predict.run import PredictRequest, predict
 from vesuvius.training.stop import StopRequest
 
@@ -111,8 +112,9 @@ def test_another_prediction_is_refused_and_the_same_one_is_not_repeated(
 
     class Stop(StopRequest):
         def is_requested(self) -> bool:
-            self.request(75, "SIGTERM")
-            return True
+            if (tmp_path / "o.zarr.partial" / "state").exists():
+                self.request(75, "SIGTERM")
+            return self.exit_code is not None
 
     request = PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, normalize=(0, 255))
     with pytest.raises(VesuviusError, match=r"prediction stopped .*; run the same command again to resume") as stopped:
@@ -131,6 +133,48 @@ def test_another_prediction_is_refused_and_the_same_one_is_not_repeated(
     assert predict(other).tiles == 0
     with pytest.raises(ConfigError, match="exists and would be replaced"):
         predict(PredictRequest(**vars(other) | {"resume": False}))
+
+
+@pytest.mark.parametrize("stuck_at", [1, 3])
+def test_a_stop_does_not_wait_for_a_slow_network_whose_result_is_then_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck_at: int
+) -> None:
+    """In the probe, the first call, and in a tile."""
+    monkeypatch.setattr("vesuvius.predict.tasks._END_S", 0.1)
+    volume, _ = scan(tmp_path)
+    calls, stop, stuck, go_on = [0], StopRequest(None), threading.Event(), threading.Event()
+
+    def net(x: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] >= stuck_at and not go_on.is_set():
+            stop.request(75, "SIGTERM")
+            stuck.set()
+            go_on.wait(30)
+        return x
+
+    started = time.monotonic()
+    with pytest.raises(VesuviusError, match=r"SIGTERM: prediction stopped .*; run the same command again to resume"):
+        predict(PredictRequest(net, volume, tmp_path / "o.zarr", PATCH, normalize=(0, 255)), stop=stop)
+    assert stuck.is_set()
+    assert time.monotonic() - started < 10
+    before = files(tmp_path / "o.zarr.partial") if stuck_at > 1 else {}
+    go_on.set()
+    time.sleep(0.2)
+    assert (files(tmp_path / "o.zarr.partial") if stuck_at > 1 else {}) == before
+    assert calls[0] <= stuck_at + run.usable_cores(os.getpid()), "none begins after the stop"
+
+
+def test_a_rehearsal_of_a_restart_deletes_nothing(tmp_path: Path) -> None:
+    volume, _ = scan(tmp_path)
+    partial = tmp_path / "o.zarr.partial"
+    partial.mkdir()
+    (partial / "prediction.json").write_text('{"batch_size": 7, "device": "cpu"}')
+    request = PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, resume=False)
+    assert "tiles" in forecast(request)
+    for wrong in ({"blend": "none"}, {"network": "gone.pt"}, {"box": 3}):
+        with pytest.raises(ConfigError):
+            predict(PredictRequest(**vars(request) | wrong))
+    assert (partial / "prediction.json").exists()
 
 
 def test_two_processes_do_not_write_one_volume(tmp_path: Path) -> None:

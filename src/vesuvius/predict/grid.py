@@ -21,7 +21,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.loader.arguments import device_of, dtype_of_labels, tensor_dtype
 from vesuvius.loader.device import check_cast, joined
 from vesuvius.loader.intensity import intensity_scales, normalized, to_device
-from vesuvius.predict.inputs import arrays_of, input_ranges
+from vesuvius.predict.inputs import arrays_of, checked_box, input_ranges, integers_of
 from vesuvius.predict.tiling import BlockGrid, Tiling, Window, overhang, overlap_slices, sliding_tiling
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
@@ -84,13 +84,13 @@ class GridLoader:
         multiple: int = 1,
     ) -> None:
         self._device, self._batch_size = device_of(device), to_integer("batch_size", batch_size, 1)
-        patch, multiple = _integers("patch_size", patch_size, 1), to_integer("multiple", multiple, 1)
+        patch, multiple = integers_of("patch_size", patch_size, 1), to_integer("multiple", multiple, 1)
         images, targets = arrays_of(volume), () if labels is None else arrays_of(labels)
         self._arrays = [open_volume(spec) for spec in (*images, *targets)]
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
         dtypes = [array.dtype for array in self._arrays]
         self._label_dtype = dtype_of_labels(label_dtype, dtypes[len(images) :])
-        self.box = _checked_box(box, self._arrays[0].shape_zyx, self._alignments)
+        self.box = _box_of(box, self._arrays[0].shape_zyx, self._alignments)
         self.tiling = sliding_tiling(shape_of(self.box), patch, overlap, multiple=multiple)
         ranges = input_ranges(images, patch, normalize)
         self._scales = [None if each is None else intensity_scales([each]) for each in ranges]
@@ -250,28 +250,16 @@ def _from(origin: Triple, box: Box) -> Box:
     return shifted(box, triple(-each for each in origin))
 
 
-def _integers(name: str, zyx: Any, least: int) -> Triple:
-    try:
-        return triple(to_integer(name, each, least) for each in zyx)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} has {zyx!r} in place of three integers (z, y, x) of at least {least}") from None
-
-
-def _checked_box(box: Any, shape_zyx: Triple, alignments: Sequence[AnyAlignment]) -> Box:
+def _box_of(box: Any, shape_zyx: Triple, alignments: Sequence[AnyAlignment]) -> Box:
     """Return the box to cover, in which all arrays have voxels.  Raises ConfigError."""
     shared: Box = ((0, 0, 0), shape_zyx)
     for alignment in alignments:
         shared = intersection(shared, alignment.covered)
-    if box == "whole":
+    if isinstance(box, str) and box == "whole":
         return shared
     if box is None:
         raise ConfigError("box is None: no voxels are held out; set validation_fraction, or leave out box for all")
-    start, stop = (_integers("box", ends, 0) for ends in (box[0], box[1]))
-    if not all(first <= lo < hi <= last for first, lo, hi, last in zip(shared[0], start, stop, shared[1], strict=True)):
-        raise ConfigError(
-            f"box {format_box((start, stop))} is not inside {format_box(shared)}, which the volume and its labels share"
-        )
-    return start, stop
+    return checked_box(box, shared)
 
 
 def _scaled(tiling: Tiling, shape: tuple[int, ...]) -> Tiling:

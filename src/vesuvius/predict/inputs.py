@@ -20,13 +20,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
+from vesuvius.config import (
+    ArrayConfig,
+    AugmentConfig,
+    DataConfig,
+    NormalizeConfig,
+    Triple,
+    ValidationConfig,
+    VolumeConfig,
+)
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError
 from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.loader.patch_loader import PatchLoader, array_key
 from vesuvius.predict.tasks import BlockArray
 from vesuvius.predict.tiling import BlockGrid, overhang
+from vesuvius.stream.options import to_integer
 from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, scale, shape_of, shifted, slices, triple
@@ -48,7 +57,7 @@ class Inputs:
         channels: Sequence[ArrayConfig],
         ranges: Ranges,
         mask: ArrayConfig | None,
-        box: Box | None,
+        box: Any,
         folder: Path,
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError if the box is not inside all channels."""
@@ -66,12 +75,7 @@ class Inputs:
             covered = ((0, 0, 0), volumes[0].shape_zyx)
             for alignment in placed[: len(channels)]:
                 covered = intersection(covered, alignment.covered)
-            self.box = box or covered
-            if intersection(self.box, covered) != self.box or min(shape_of(self.box)) < 1:
-                raise ConfigError(
-                    f"The box {format_box(self.box)} is not inside {volumes[0].name}, of which {format_box(covered)} "
-                    "can be predicted; change box"
-                )
+            self.box = covered if box is None else checked_box(box, covered)
             self._open = opened.pop_all()
         self.shape_zyx, self.volume = shape_of(self.box), volumes[0]
         pairs = enumerate(zip(volumes, placed, strict=True))
@@ -180,6 +184,28 @@ class _Array:
         return self.staged.read(shifted(box, _minus(self.origin)))
 
 
+def integers_of(name: str, zyx: Any, least: int) -> Triple:
+    """Return three integers (z, y, x).  Raises ConfigError."""
+    try:
+        return triple(to_integer(name, each, least) for each in natural(zyx))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} has {zyx!r} in place of three integers (z, y, x) of at least {least}") from None
+
+
+def checked_box(box: Any, shared: Box) -> Box:
+    """Return a box in the voxels that all arrays share.  Raises ConfigError: it is not inside."""
+    ends = natural(box)
+    if not isinstance(ends, tuple) or len(ends) != 2:
+        raise ConfigError(f"box {box!r} is not ((z, y, x), (z, y, x)), its first voxel and its end; correct it")
+    start, stop = (integers_of("box", end, 0) for end in ends)
+    if not all(first <= lo < hi <= last for first, lo, hi, last in zip(shared[0], start, stop, shared[1], strict=True)):
+        raise ConfigError(
+            f"box {format_box((start, stop))} is not inside {format_box(shared)}, the voxels of the volume that all "
+            "its arrays share; change box"
+        )
+    return start, stop
+
+
 def _minus(zyx: Triple) -> Triple:
     return triple(-each for each in zyx)
 
@@ -227,11 +253,12 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
                 "The state of the loader has no normalization: it was saved by an older version; pass "
                 "normalize=(low, high), or the loader itself"
             )
-        known, normalize = normalize["intensity_ranges"], normalize["normalize"]
+        known, normalize = normalize.get("intensity_ranges", {}), normalize["normalize"]
     match natural(normalize):
         case bool() as wanted:
             pass
-        case (low, high):
+        case (low, high) if None not in (low, high):
+            NormalizeConfig(low=low, high=high)  # checks them
             return (IntensityRange(low, high),) * len(arrays)
         case _:
             raise ConfigError(

@@ -150,7 +150,8 @@ class PredictRunner(TaskRunner):
         job.target.write(0, job.tiling.block_index(block), voxels if job.target.plan.channels else voxels[0])
 
     def close(self) -> None:
-        self._inputs.close()
+        super().close()
+        self._inputs.close()  # ends reads that wait for a store
 
 
 class PredictRun(RollingRun):

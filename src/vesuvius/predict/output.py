@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -78,8 +80,12 @@ def make_output(
         raise ConfigError("channels has no effect with argmax, which writes one channel of labels; remove it")
     if labels and channels < 2:
         raise ConfigError("argmax needs a network with two channels or more; use sigmoid and a threshold for one")
-    if kept is not None and (not kept or len({*kept}) < len(kept) or not all(0 <= each < channels for each in kept)):
-        raise ConfigError(f"channels {list(kept)} are not distinct channels of the network (0 to {channels - 1})")
+    if kept is not None and not (isinstance(kept, (list, tuple)) and set(kept) <= {*range(channels)} and kept):
+        raise ConfigError(f"channels {kept!r} are not channels of the network (0 to {channels - 1}); choose some")
+    if kept is not None and len({*kept}) < len(kept):
+        raise ConfigError(f"channels {kept!r} are not distinct; name each once")
+    if threshold is not None and (not isinstance(threshold, Real) or math.isnan(threshold)):
+        raise ConfigError(f"threshold {threshold!r} is not a number; try 0.5")
     if activation is not None and threshold is not None and not 0 < threshold < 1:
         raise ConfigError(f"threshold {threshold:g} is not between 0 and 1, where probabilities are; try 0.5")
     smallest = np.dtype(np.uint8 if not labels or channels <= 256 else np.uint16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from vesuvius.training.stop import StopRequest
+from vesuvius.training.stop import StoppedError, StopRequest, run_unless_stopped
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the unit ("sampling steps"), the number done, and the total."""
@@ -32,6 +33,21 @@ class ProgressReporter:
             remedy = "run the same command again to resume" if self.resumable else "no samples were kept"
             raise self.stop.as_error(f"{self.name} stopped {self._progress}; {remedy}")
 
+    @contextmanager
+    def unless_stopped(self, context: AbstractContextManager[T]) -> Iterator[T]:
+        """Enter a context, which may take long, on a thread if there may be a stop.  Raises as `check`."""
+        with ExitStack() as held:
+            try:
+                value = (
+                    held.enter_context(context)
+                    if self.stop is None
+                    else run_unless_stopped(lambda: held.enter_context(context), self.stop.is_requested)
+                )
+            except StoppedError:
+                self.check()
+                raise
+            yield value
+
     def report(self, what: str, done: int, total: int) -> None:
         self._progress = f"after {done} of {total} {what}"
         self.on_progress(what, done, total)
@@ -44,12 +60,24 @@ class ProgressReporter:
             self.report(what, done, total)
 
 
+_counting, _threads = threading.Lock(), list[int]()  # of torch, before each `one_thread` that has not ended
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which torch computes on one thread, so in the same order of summation on every machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Context in which torch computes on one thread, so in the same order of summation on every machine.
+
+    New threads compute on as many as the last call of `set_num_threads` said: of several contexts at once, the last one
+    to end restores what was before the first.
+    """
+    with _counting:
+        threads = torch.get_num_threads()
+        before = max([threads, *_threads])
+        _threads.append(before)
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        with _counting:
+            _threads.remove(before)
+            torch.set_num_threads(before)

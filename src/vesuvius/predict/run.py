@@ -23,7 +23,7 @@ from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, needs_extra, storage_errors
 from vesuvius.loader.arguments import device_of
 from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.predict.inputs import Inputs, arrays_of, input_ranges
+from vesuvius.predict.inputs import Inputs, arrays_of, input_ranges, integers_of
 from vesuvius.predict.job import ACTIVE, PredictJob, PredictRun, PredictRunner, active_voxels, open_runner
 from vesuvius.predict.network import Network, Probe, fingerprint, open_network, probe_network
 from vesuvius.predict.output import make_output
@@ -158,11 +158,9 @@ def predict_volume(
         call resumes.  DataError: the volume cannot be read, or the disk is full.  NonFiniteError.  VesuviusError: the
         network raised, with the tile.
     """
-    sizes = tuple(to_integer("patch_size", size, 1) for size in natural(patch_size))
-    if len(sizes) != 3:
-        raise ConfigError(f"patch_size {list(sizes)} is not three sizes, of z, y and x; correct it")
+    size = integers_of("patch_size", patch_size, 1)
     request = PredictRequest(
-        network, volume, Path(out), sizes, overlap, batch_size, channels, box, mask, device, workers, cluster, blend,
+        network, volume, Path(out), size, overlap, batch_size, channels, box, mask, device, workers, cluster, blend,
         activation, threshold, dtype, mirror, normalize, resume,
     )  # fmt: skip
     return predict(request, on_progress)
@@ -175,8 +173,10 @@ def predict(
 ) -> Prediction:
     """Predict a volume as `predict_volume`, with the same errors; VesuviusError if a stop is requested."""
     started, progress = time.monotonic(), ProgressReporter(stop, on_progress, resumable=True, name="prediction")
-    with prepared(request) as work:
-        job, tiles, fetched = work.job, 0, 0
+    with progress.unless_stopped(prepared(request)) as work:
+        request, job, tiles, fetched = work.request, work.job, 0, 0
+        if not request.resume:
+            _restart(request.out)
         if not is_finished(request.out, work.record, KIND):
             about = job.target.plan, job.output.dtype, 0, KIND, job.output.is_labels
             with (
@@ -210,7 +210,11 @@ class Work:
         self.batch_size, self.probe = self._probe()
         factor = self.probe.factor
         output = make_output(
-            self.probe.channels, request.activation, request.threshold, natural(request.channels), request.dtype
+            self.probe.channels,
+            request.activation,
+            natural(request.threshold),
+            natural(request.channels),
+            request.dtype,
         )
         patch = request.patch_zyx
         source = sliding_tiling(inputs.shape_zyx, patch, request.overlap, request.blend, factor.denominator)
@@ -227,7 +231,7 @@ class Work:
             source,
             output,
             len(output.blended) if output.blended is not None else self.probe.channels,
-            PartialCopy(request.out.absolute(), {}, plan, output.dtype, 0, KIND),
+            PartialCopy(request.out, {}, plan, output.dtype, 0, KIND),
             request.network,
             os.getcwd(),
             str(device),
@@ -247,7 +251,7 @@ class Work:
         sizes: tuple[int, ...] = (1,) if self.device.type == "cpu" else _AUTO_BATCHES
         if request.batch_size != "auto":
             sizes = (to_integer("batch_size", request.batch_size, 1),)
-        elif (started := _started_record(request.out)) is not None and self.device.type == started.get("device"):
+        elif request.resume and (started := _started_record(request.out)) and self.device.type == started.get("device"):
             sizes = (started["batch_size"],)
         for size in sizes:
             try:
@@ -272,7 +276,7 @@ class Work:
             "volume": self.inputs.record(),
             "box": job.box,
             "patch_zyx": job.source.patch_zyx,
-            "overlap": request.overlap,
+            "overlap": float(request.overlap),
             "batch_size": self.batch_size,
             "blend": request.blend,
             "ranges": [each and (each.low, each.high) for each in job.ranges],
@@ -306,7 +310,7 @@ class Work:
         tiling, tiles = self.job.tiling, self.job.needed
         if not isinstance(active, range):
             tiles = sorted({tile for block in active for tile in tiling.tiles_over(tiling.block_box(block))})
-        return replace(self.job, needed=tiles, target=replace(target, out=target.out.absolute(), record={}))
+        return replace(self.job, needed=tiles, target=replace(target, record={}))
 
     def blocks_per_group(self, job: PredictJob, active: Blocks) -> int:
         tiles = max(1, len(job.tiles)) / max(1, len(active))
@@ -317,7 +321,7 @@ class Work:
         """Return a context with a function that runs tasks: in this process or in Ray actors."""
         if not self.uses_ray:
             runner = PredictRunner(job, self.inputs, self.network, self.evaluations)
-            return run_locally(lambda: runner, 2 * self.evaluations)
+            return run_locally(lambda: runner, 2 * self.evaluations, progress.check)
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         job = replace(job, device=self.device.type)
@@ -327,9 +331,10 @@ class Work:
 
 @contextmanager
 def prepared(request: PredictRequest) -> Iterator[Work]:
-    """Check the arguments, and open the volume and the network.  Writes nothing, except that `resume=False` deletes."""
+    """Check the arguments, and open the volume and the network.  Writes nothing."""
     check_name(request.out)
-    request = replace(request, workers=request.workers and to_integer("workers", request.workers, 1))
+    workers = None if request.workers is None else to_integer("workers", request.workers, 1)
+    request = replace(request, workers=workers, out=request.out.absolute())
     is_name = isinstance(request.network, (str, os.PathLike))
     if (request.workers or 1) > 1 and not is_name:
         raise ConfigError(
@@ -345,15 +350,15 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
     if (request.workers or 1) > 1 or request.cluster is not None:
         with needs_extra("Prediction with several workers", "ray"):
             pass
-    if not request.resume:
-        _restart(request.out)
     device, arrays = device_of(request.device), arrays_of(request.volume)
-    mask = None if request.mask is None or request.mask == "stored" else arrays_of(request.mask)[0]
+    mask = None
+    if request.mask is not None and request.mask != "stored":
+        mask, *more = arrays_of(request.mask)
+        if more:
+            raise ConfigError(f"mask has {1 + len(more)} arrays; pass one")
     with one_thread():
         ranges = input_ranges(arrays, request.patch_zyx, request.normalize)
-        with Inputs(
-            arrays, ranges, mask, natural(request.box), partial_path(request.out.absolute()) / "state"
-        ) as inputs:
+        with Inputs(arrays, ranges, mask, request.box, partial_path(request.out) / "state") as inputs:
             network = open_network(request.network, device, os.getcwd())
             yield Work(request, inputs, network, device)
 
@@ -379,8 +384,8 @@ def _started_record(out: Path) -> dict[str, Any] | None:
 
 def _flips(mirror: Sequence[str]) -> Iterator[tuple[int, ...]]:
     """Yield all combinations of the axes of (B, C, Z, Y, X) to mirror."""
-    if unknown := set(mirror) - set("zyx"):
-        raise ConfigError(f"mirror has {', '.join(sorted(unknown))}, not only axes among z, y and x; correct it")
+    if not isinstance(mirror, (str, list, tuple)) or not set(mirror) <= {*"zyx"}:
+        raise ConfigError(f"mirror {mirror!r} has not only axes among z, y and x; correct it")
     axes = sorted("zyx".index(axis) + 2 for axis in {*mirror})
-    for count in range(len(axes) + 1):
+    for count in range(len(axes), -1, -1):  # flips are copies; a network may change the batch itself, so it is last
         yield from itertools.combinations(axes, count)

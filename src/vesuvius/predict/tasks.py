@@ -25,10 +25,11 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +47,8 @@ from vesuvius.volumes.box import Box, shape_of
 Blocks = Collection[int]
 """Indices of blocks, in order.  All blocks of a volume are a `range`, which takes no memory."""
 
-_END_S = 30.0  # for the tasks that run when an error or Ctrl-C ends the others
+_POLL_S = 0.2
+_END_S = 3.0  # for the tasks that run when an error or Ctrl-C ends the others
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class TaskRunner(ABC):
     """
 
     def __init__(self, job: Job, evaluations: int = 1) -> None:
-        self._job, self._evaluating = job, threading.Semaphore(evaluations)
+        self._job, self._evaluating, self._closed = job, threading.Semaphore(evaluations), False
 
     def run(self, task: Task) -> Task:
         torch.set_num_threads(1)  # the same order of summation on every machine; each thread has its own setting
@@ -184,7 +186,9 @@ class TaskRunner(ABC):
         # The last batch is padded, because results may depend on the batch size.
         inputs = self.read(step, [*tiles, *[tiles[-1]] * (self._job.batch_size - len(tiles))])
         with self._evaluating:
-            results = self.evaluate(step, tiles, inputs)
+            results = None if self._closed else self.evaluate(step, tiles, inputs)
+        if results is None or self._closed:
+            return  # nobody waits for it, and the files may be those of another run
         for tile, values in zip(tiles, results.float().cpu().numpy(), strict=False):
             if not np.isfinite(values).all():
                 raise NonFiniteError(self.non_finite(step, tile))
@@ -213,8 +217,9 @@ class TaskRunner(ABC):
         """Copy a block of the input to the disk; returns the bytes fetched meanwhile."""
         return 0
 
-    def close(self) -> None:  # noqa: B027
-        """End reads that wait for a store."""
+    def close(self) -> None:
+        """Drop the tasks that still run."""
+        self._closed = True
 
 
 OpenRunner = Callable[[], TaskRunner]
@@ -224,16 +229,32 @@ RunTasks = Callable[[Iterable[Task]], Iterator[Task]]
 
 
 @contextmanager
-def run_locally(open_runner: OpenRunner, threads: int = 1) -> Iterator[RunTasks]:
-    """Run tasks in this process, on this thread or on several others, which have ended when the context ends."""
+def run_locally(
+    open_runner: OpenRunner, threads: int = 1, check: Callable[[], None] = lambda: None
+) -> Iterator[RunTasks]:
+    """Run tasks in this process, on this thread or on several others; `check` may raise to stop while they run.
+
+    The threads have ended when the context ends, except that a slow network goes on, with a result that is dropped.
+    """
     with one_thread():
         runner, pool = open_runner(), Pool(threads, "tiles")
 
         def run(tasks: Iterable[Task]) -> Iterator[Task]:
             if threads == 1:
-                return map(runner.run, tasks)
-            running = [pool.submit(runner.run, task) for task in tasks]
-            return (each.result() for each in as_completed(running))
+                yield from map(runner.run, tasks)
+                return
+            left, done = 0, SimpleQueue[Future[Task]]()
+            for task in tasks:
+                pool.submit(runner.run, task).add_done_callback(done.put)
+                left += 1
+            while left:
+                try:
+                    finished = done.get(timeout=_POLL_S)
+                except Empty:
+                    check()
+                    continue
+                left -= 1
+                yield finished.result()
 
         try:
             yield run

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from numbers import Real
 from typing import Literal
 
 import numpy as np
@@ -189,10 +190,9 @@ def sliding_tiling(
     Starts are multiples of `multiple` (the last tile may then reach past the volume).  Along an axis shorter than a
     patch, one tile is centered.  Voxels outside the volume repeat those at its faces (`overhang`).
     """
-    if not 0 <= overlap < 1:
+    if not isinstance(overlap, Real) or not 0 <= overlap < 1:
         raise ConfigError(
-            f"overlap {overlap:g} is not at least 0 and below 1 (the share of a tile that its neighbor covers); try "
-            "0.25"
+            f"overlap {overlap} is not at least 0 and below 1 (the share of a tile that its neighbor covers); try 0.25"
         )
     starts = []
     for size, patch in zip(shape_zyx, patch_zyx, strict=True):
