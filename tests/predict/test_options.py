@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import vesuvius
 from tests.predict.test_predict import PATCH, VOXELS, by_monai, level, network, write
 from vesuvius.errors import ConfigError, NonFiniteError, VesuviusError
+from vesuvius.predict import run
 from vesuvius.predict.forecast import forecast
 from vesuvius.predict.output import make_output
 from vesuvius.predict.run import PredictRequest
@@ -213,6 +214,12 @@ def test_a_loader_hands_its_ranges_to_the_prediction_of_its_volumes_and_its_rule
         predicted(lambda x: x, other, tmp_path / "c.zarr", normalize=state)
 
 
+class Uncopied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
 def test_networks_are_files_functions_or_living_modules_that_stay_as_they_are(
     tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +244,7 @@ def test_networks_are_files_functions_or_living_modules_that_stay_as_they_are(
         ("weights.pt", "may hold weights alone"),
         ("gone.pt", "The network gone.pt does not exist; pass a file, or MODULE:FUNCTION"),
         ("built_net:other", "Cannot open the network built_net:other: AttributeError"),
+        (Uncopied(), "Cannot open the network Uncopied: TypeError: .*; pass a function that calls it"),
         (nn.Conv3d(3, 1, 1), r"fails on a batch of \(1, 1, 16, 20, 16\): RuntimeError"),
         (lambda x: (x, x), "returns a tuple; wrap it"),
         (lambda x: x[..., 1:], "not to .B, K, Z, Y, X. of the same size, or by one factor"),
@@ -286,6 +294,19 @@ def test_impossible_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"does not end in \.zarr"):
         predicted(network(), volume, tmp_path / "o")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.zarr"]
+
+
+def test_auto_finds_the_batch_that_a_network_takes(
+    tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net(x: Tensor) -> Tensor:
+        assert len(x) == 2, "one of a fixed batch size"
+        return x
+
+    monkeypatch.setitem(run._AUTO_BATCHES, "cpu", (8, 4, 2, 1))
+    np.testing.assert_allclose(predicted(net, volume, tmp_path / "o.zarr"), VOXELS / 127.5 - 1, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"The network maps \(1, 1, 16, 20, 16\) to"):
+        predicted(lambda x: x[0], volume, tmp_path / "p.zarr")
 
 
 def test_numbers_of_numpy_and_a_folder_left_meanwhile_change_nothing(

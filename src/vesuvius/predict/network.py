@@ -51,14 +51,17 @@ def open_network(network: Any, device: torch.device, folder: str) -> Network:
             opened = _loaded(os.fspath(network), device, folder)
         else:
             opened = copy.deepcopy(network) if isinstance(network, nn.Module) else network
-        if isinstance(opened, nn.Module) and not isinstance(
-            opened, torch.fx.GraphModule
-        ):  # an exported one has no modes
+        exported = isinstance(opened, torch.fx.GraphModule)  # has no modes
+        if isinstance(opened, nn.Module) and not exported:
             opened = opened.to(device).eval()
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"Cannot open the network {network}: {type(error).__name__}: {one_line(error)}") from error
+        name = network if isinstance(network, (str, os.PathLike)) else type(network).__name__
+        remedy = "; pass a function that calls it" if isinstance(network, nn.Module) else ""  # it cannot be copied
+        raise ConfigError(
+            f"Cannot open the network {name}: {type(error).__name__}: {one_line(error)}{remedy}"
+        ) from error
     if not callable(opened):
         raise ConfigError(f"The network {network} is a {type(opened).__name__}, which cannot be called; pass a module")
     network_of_device: Network = opened

@@ -52,7 +52,7 @@ KIND = "prediction"
 CHUNK = 128  # edge of the output's chunks
 BATCHES_PER_GROUP, BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
 _BLENDS = tuple(blend for blend in get_args(Window) if blend != "sin4")
-_AUTO_BATCHES = (8, 4, 2, 1)  # on a GPU, the first that fits
+_AUTO_BATCHES = {"cpu": (1,), "cuda": (8, 4, 2, 1)}  # the first that fits, in memory and in what the network takes
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Work:
 
     def _probe(self) -> tuple[int, Probe]:
         request, channels = self.request, len(self.inputs.channels)
-        sizes: tuple[int, ...] = (1,) if self.device.type == "cpu" else _AUTO_BATCHES
+        sizes: tuple[int, ...] = _AUTO_BATCHES[self.device.type]
         if request.batch_size != "auto":
             sizes = (to_integer("batch_size", request.batch_size, 1),)
         elif request.resume and (started := _started_record(request.out)) and self.device.type == started.get("device"):
@@ -258,10 +258,13 @@ class Work:
                 return size, probe_network(self.network, size, channels, request.patch_zyx, self.device)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
-        raise ConfigError(
-            f"The GPU has too little memory for a batch of {sizes[-1]} tiles of {format_sizes(request.patch_zyx)}; "
-            "lower the batch size or the patch size"
-        )
+                problem = ConfigError(
+                    f"The GPU has too little memory for a batch of {size} tiles of "
+                    f"{format_sizes(request.patch_zyx)}; lower the batch size or the patch size"
+                )
+            except ConfigError as error:
+                problem = error
+        raise problem
 
     @property
     def uses_ray(self) -> bool:
