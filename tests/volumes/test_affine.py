@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vesuvius.generate.volume.inputs import TrainingCondition
 from vesuvius.predict.grid import GridLoader
 from vesuvius.predict.inputs import Inputs
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.checkpoint.start import _plan_changes
 from vesuvius.training.checkpoint.trained import DataFacts, read_facts, trained_volumes, write_facts
 from vesuvius.volumes import affine
 from vesuvius.volumes.affine import AffineAlignment, as_rows
@@ -323,7 +325,7 @@ def test_patches_have_the_labels_at_their_position_and_channels_are_interpolated
 @pytest.mark.parametrize("role", ["condition", "channels", "more_labels"])
 def test_a_state_is_not_of_a_plan_with_another_matrix(tmp_path: Path, role: str) -> None:
     """Although patches come from the same box; also of a translation, which is exact.  A copy of the file may move."""
-    hashes, boxes, first = [], [], np.eye(4)
+    plans, boxes, first = [], [], np.eye(4)
     first[:3, 3] = -2
     turned = [MATRIX, MATRIX + np.eye(4, k=3) * 1e-4, MATRIX]
     for number, matrix in enumerate([*turned, first, first + np.eye(4, k=3)]):
@@ -335,11 +337,14 @@ def test_a_state_is_not_of_a_plan_with_another_matrix(tmp_path: Path, role: str)
         roles: Any = {"condition": volume.path, role: placed if role == "condition" else (placed,)}
         config = DataConfig(**dict(config) | {"volumes": (VolumeConfig(path=volume.path, **roles),)})
         data = prepare_data(0, config)
-        hashes.append(data.plan.hash)
+        plans.append(data.plan)
         boxes.append(data.within)
+    hashes = [plan.hash for plan in plans]
     assert hashes[0] == hashes[2]
     assert len(set(hashes)) == 4
     assert boxes[0] == boxes[1]
+    (change,) = _plan_changes(plans[0].describe(), plans[1].describe())
+    assert re.fullmatch(r"plan.volumes\[0\].transforms: was .{18}, is .{18} \(a transform.json of .*\)", change)
 
 
 def test_damage_does_not_depend_on_what_is_known_of_it(tmp_path: Path) -> None:

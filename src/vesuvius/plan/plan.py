@@ -60,6 +60,10 @@ class PlanVolume:
         return max(self.num_positions // self.cells.largest, 1)
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """Augmentation of a patch, applied on the device."""
@@ -228,11 +232,11 @@ class Plan:
                     "dtype": volume.dtype,
                     "shape": list(volume.shape_zyx),
                     "train": [list(volume.train[0]), list(volume.train[1])],
-                    "cells": hashlib.sha256(repr(volume.cells.axes).encode()).hexdigest()[:16],
+                    "cells": _digest(repr(volume.cells.axes)),
                     "min_foreground": volume.foreground.min_fraction if volume.foreground else 0.0,
                     "foreground": volume.foreground.hash if volume.foreground else None,
                 }
-                | ({"transforms": repr(volume.transforms)} if volume.transforms else {})
+                | ({"transforms": _digest(repr(volume.transforms))} if volume.transforms else {})
                 for volume in self.volumes
             ],
             "first_samples": [[s.volume, *s.start_zyx] for s in first],
@@ -241,7 +245,7 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """Digest that changes if any sample could change."""
-        return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:16]
+        return _digest(json.dumps(self.describe(), sort_keys=True))
 
     def read_amplification(self, volume_index: int, world: int = 1) -> float:
         """Bytes that `world` ranks decode per byte of patch delivered from a volume, averaged over all starts."""

@@ -151,6 +151,7 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     whys = {
         ".foreground:": " (the mask, its level, the set of stored chunks, or how vesuvius counts it has changed)",
+        ".transforms:": " (a transform.json of its condition has changed)",
         ".train:": " (the volume, its labels or mask has changed)",
     }
     named = [{f"volumes[{n}]": volume for n, volume in enumerate(plan["volumes"])} for plan in (before, now)]
