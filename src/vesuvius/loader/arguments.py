@@ -15,7 +15,6 @@ from vesuvius.config import (
     ArrayConfig,
     AugmentConfig,
     DataConfig,
-    MaskConfig,
     NormalizeConfig,
     ValidationConfig,
     VolumeConfig,
@@ -32,6 +31,7 @@ Volumes = PathLike | VolumeConfig | Sequence[PathLike | VolumeConfig | Sequence[
 Arrays = Array | Sequence[Array | Sequence[Array]]
 
 _MASKED_FOREGROUND = 0.5
+_OF_DATA = "patch_size", "class_weights", "min_foreground"  # arguments that are keys of a data section
 
 
 def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[DataConfig, int]:
@@ -57,7 +57,7 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         if unused := [*given, *(["normalize"] if not isinstance(normalize, bool) else [])]:
             raise ConfigError(f"{', '.join(unused)} cannot be combined with a data section; set it there")
         return match_volumes(volumes), seed
-    keys: dict[str, Any] = {"patch_size": given["patch_size"]} if "patch_size" in given else {}
+    keys: dict[str, Any] = {name: given[name] for name in _OF_DATA if name in given}
     sizes = natural(keys.get("patch_size"))
     # rot90 is left to the default if it is possible
     may_rotate = given.get("augment", True) and not (isinstance(sizes, tuple) and len({*sizes[1:]}) > 1)
@@ -70,7 +70,6 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         case _:
             raise ConfigError(f"normalize {normalize!r} is not valid; set it to True, False or (low, high)")
     keys["validation"] = ValidationConfig(fraction=given.get("validation_fraction", 0.0))
-    keys |= {"class_weights": given["class_weights"]} if "class_weights" in given else {}
     entries = list(DataConfig(volumes=tuple(map(_volume, _listed(volumes))), min_foreground=1.0).volumes)
     for argument in [name for name in ("labels", "mask") if name in given]:
         arrays = _listed(given[argument])
@@ -91,11 +90,9 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
     if "ignore_label" in given:
         if any(entry.mask or entry.condition is None for entry in entries):
             raise ConfigError("ignore_label needs labels, and no mask, as it makes a mask of them; add or remove these")
-        ignore = (given["ignore_label"],)
-        entries = [_changed(entry, mask=MaskConfig(**entry.labels[0].given | {"ignore": ignore})) for entry in entries]
-    if "min_foreground" in given:
-        keys["min_foreground"] = given["min_foreground"]
-    else:
+        marks = {"ignore": (given["ignore_label"],)}
+        entries = [_changed(entry, mask=entry.labels[0].given | marks) for entry in entries]
+    if "min_foreground" not in given:
         least = {"min_foreground": _MASKED_FOREGROUND}
         entries = [_changed(each, **least) if each.mask and each.min_foreground is None else each for each in entries]
     return match_volumes(DataConfig(volumes=tuple(entries), **keys)), seed

@@ -111,7 +111,7 @@ class AffineAlignment:
         return replace(self, volume_zyx=shape, rows=as_rows(matrix)), triple(map(Fraction, steps.tolist()))
 
     def describe(self) -> str:
-        """'voxel (0, 0, 0) of the volume is its voxel (3, -1.5, 0); they share z 10:30, y 0:40, x 0:40 (80 %)'."""
+        """'by a transform, voxel (0, 0, 0) of the volume is its voxel (3, -1.5, 0), ...; they share ... (80%)'."""
         corner = ", ".join(f"{row[3]:.6g}" for row in self.rows)
         share = math.prod(shape_of(self.covered)) / math.prod(self.volume_zyx)
         return (
