@@ -76,7 +76,10 @@ class Section(BaseModel):
         try:
             super().__init__(**natural(fields))
         except ValidationError as error:
-            found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            errors = error.errors()
+            # An item that is not valid makes its list too short.
+            errors = [each for each in errors if each["type"] != "too_short"] or errors
+            found = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors)
             found = (text.replace("Value error, ", "").removeprefix(": ") for text in found)
             raise ConfigError(f"{type(self).__name__} is not valid: {'; '.join(found)}") from None
 
