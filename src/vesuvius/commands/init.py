@@ -11,6 +11,7 @@ from vesuvius.commands.cli import Parser, as_command, naturals, say
 from vesuvius.commands.sample import level
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
+from vesuvius.config.patterns import name_of
 from vesuvius.errors import EXIT_OK, ConfigError, storage_errors
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.volumes.store.objects import is_remote, last_name
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
 def default_name(volume: str) -> str:
     """Return the name of a run for an address: `s3://bucket/scroll 1.zarr/` -> `scroll-1`."""
     last = last_name(volume) if is_remote(volume) else Path(volume).resolve().name
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"(\.ome)?\.zarr$", "", last)).strip("-.")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(last)).strip("-.")
     return name or "first"
 
 
