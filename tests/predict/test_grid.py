@@ -212,6 +212,8 @@ def test_outputs_of_another_resolution_are_blended_in_place(tmp_path: Path, blen
 
 def test_an_output_that_does_not_fit_or_comes_twice_is_refused(tmp_path: Path) -> None:
     loader = load(write_array(tmp_path / "scan.zarr", textured(SHAPE)), batch_size=8)
+    with pytest.raises(ConfigError, match="blend 'gausian' does not exist; choose gaussian, linear"):
+        Aggregator(loader, "gausian")  # type: ignore[arg-type]
     first, *others = loader
     blend = Aggregator(loader)
     for wrong in (first.image[0], first.image[..., 1:], first.image[:, :, :0]):

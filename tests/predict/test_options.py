@@ -389,7 +389,7 @@ def test_an_error_of_the_network_names_the_tile_and_the_same_call_resumes(tmp_pa
         ),
         (StopIteration(), VesuviusError, "The network failed on tile"),
         (None, NonFiniteError, r"The network returned NaN or infinity for tile z "),
-        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (KeyboardInterrupt(), KeyboardInterrupt, "prediction stopped .*; run the same command again to resume"),
     ):
         calls[0] = 0
         with pytest.raises(kind, match=message):

@@ -22,12 +22,12 @@ from vesuvius.loader.arguments import device_of, dtype_of_labels, tensor_dtype
 from vesuvius.loader.device import check_cast, joined
 from vesuvius.loader.intensity import intensity_scales, normalized, to_device
 from vesuvius.predict.inputs import arrays_of, checked_box, input_ranges, integers_of
-from vesuvius.predict.tiling import BlockGrid, Tiling, Window, overhang, overlap_slices, sliding_tiling
+from vesuvius.predict.tiling import BlockGrid, Tiling, Window, check_blend, overhang, overlap_slices, sliding_tiling
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.threads import Pool, on_thread
 from vesuvius.volumes.alignment import AnyAlignment, log_alignment
-from vesuvius.volumes.box import Box, format_box, intersection, shape_of, shifted, slices, triple
+from vesuvius.volumes.box import Box, format_box, intersection, relative, shape_of, shifted, slices, triple
 from vesuvius.volumes.volume import Volume, open_volume
 
 _AHEAD = 4  # tiles whose blocks are read, on as many threads, while one is cut
@@ -158,9 +158,13 @@ class Aggregator:
     Args:
         blend: weight of a patch at each of its voxels: "gaussian" (sigma = patch / 8) or "constant" as in MONAI,
             "linear" = falling from the center to the faces, "crop" = only the patch with the nearest center counts.
+
+    Raises:
+        ConfigError: there is no such blend.
     """
 
     def __init__(self, loader: GridLoader, blend: Window = "gaussian") -> None:
+        check_blend(blend)
         self._tiling = replace(loader.tiling, window=blend)
         self._missing = {loader.tile_box(tile): tile for tile in range(loader.tiling.tiles)}
         self._total: NDArray[np.float32] | None = None
@@ -232,11 +236,11 @@ class _TileReader:
             if block not in self._blocks:
                 box = shifted(self._grid.block_box(block), self._corner)
                 self._blocks[block] = self._pool.submit(self._array.read, box)
-                users = self._tiling.tiles_over(_from(self._origin, self._alignment.volume_box(box)))
+                users = self._tiling.tiles_over(relative(self._alignment.volume_box(box), self._origin))
                 self._ending[max(tile, *users)].append(block)
 
     def _over(self, box: Box) -> list[int]:
-        return self._grid.blocks_over(_from(self._corner, box))
+        return self._grid.blocks_over(relative(box, self._corner))
 
     def _copy(self, box: Box, out: NDArray[Any] | None) -> NDArray[Any]:
         out = np.empty(shape_of(box), self.dtype) if out is None else out
@@ -244,10 +248,6 @@ class _TileReader:
             _, there, here = overlap_slices(shifted(self._grid.block_box(block), self._corner), box)
             out[here] = self._blocks[block].result()[there]
         return out
-
-
-def _from(origin: Triple, box: Box) -> Box:
-    return shifted(box, triple(-each for each in origin))
 
 
 def _box_of(box: Any, shape_zyx: Triple, alignments: Sequence[AnyAlignment]) -> Box:

@@ -38,7 +38,7 @@ from vesuvius.predict.tiling import BlockGrid, overhang
 from vesuvius.stream.options import to_integer
 from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.volumes.alignment import AnyAlignment, log_alignment
-from vesuvius.volumes.box import Box, format_box, intersection, scale, shape_of, shifted, slices, triple
+from vesuvius.volumes.box import Box, format_box, intersection, relative, scale, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -103,13 +103,13 @@ class Inputs:
         """Yield the staged blocks, of all arrays, that a box needs; it may reach outside."""
         inner = shifted(overhang(box, self.shape_zyx)[0], self.box[0])
         for number, array in enumerate(self.arrays):
-            for block in array.grid.blocks_over(shifted(array.needed(inner), _minus(array.origin))):
+            for block in array.grid.blocks_over(relative(array.needed(inner), array.origin)):
                 yield block * len(self.arrays) + number
 
     def box_of(self, staged: int) -> Box:
         """Return the box that needs a staged block."""
         array, block = self._array(staged)
-        return shifted(array.alignment.volume_box(array.box_of(block)), _minus(self.box[0]))
+        return relative(array.alignment.volume_box(array.box_of(block)), self.box[0])
 
     def has(self, staged: int) -> bool:
         array, block = self._array(staged)
@@ -181,7 +181,7 @@ class _Array:
 
     def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read staged voxels of the array."""
-        return self.staged.read(shifted(box, _minus(self.origin)))
+        return self.staged.read(relative(box, self.origin))
 
 
 def integers_of(name: str, zyx: Any, least: int) -> Triple:
@@ -204,10 +204,6 @@ def checked_box(box: Any, shared: Box) -> Box:
             "its arrays share; change box"
         )
     return start, stop
-
-
-def _minus(zyx: Triple) -> Triple:
-    return triple(-each for each in zyx)
 
 
 def stored_stamp(volume: Volume, box: Box) -> str | None:

@@ -35,7 +35,8 @@ class ProgressReporter:
 
     @contextmanager
     def unless_stopped(self, context: AbstractContextManager[T]) -> Iterator[T]:
-        """Enter a context, which may take long, on a thread if there may be a stop.  Raises as `check`."""
+        """Enter a context, which may take long, on a thread if there may be a stop.  Raises as `check`; Ctrl-C gets a
+        note."""
         with ExitStack() as held:
             try:
                 value = (
@@ -46,7 +47,11 @@ class ProgressReporter:
             except StoppedError:
                 self.check()
                 raise
-            yield value
+            try:
+                yield value
+            except KeyboardInterrupt as error:
+                error.add_note(f"{self.name} stopped {self._progress}; run the same command again to resume")
+                raise
 
     def report(self, what: str, done: int, total: int) -> None:
         self._progress = f"after {done} of {total} {what}"

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from vesuvius.predict.network import Network, Probe, fingerprint, open_network, 
 from vesuvius.predict.output import make_output
 from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
 from vesuvius.predict.tasks import Blocks, RunTasks, delete_unflushed, run_locally
-from vesuvius.predict.tiling import Window, sliding_tiling
+from vesuvius.predict.tiling import Window, check_blend, sliding_tiling
 from vesuvius.runlog.files import take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
 from vesuvius.runlog.units import format_count, format_sizes
@@ -51,7 +51,6 @@ from vesuvius.volumes.occupancy import chunk_occupancy
 KIND = "prediction"
 CHUNK = 128  # edge of the output's chunks
 BATCHES_PER_GROUP, BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
-_BLENDS = tuple(blend for blend in get_args(Window) if blend != "sin4")
 _AUTO_BATCHES = {"cpu": (1,), "cuda": (8, 4, 2, 1)}  # the first that fits, in memory and in what the network takes
 
 
@@ -348,8 +347,7 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
         request = replace(request, network=os.path.abspath(request.network))  # workers may run in another folder
     if request.cluster is not None and (request.workers is None or not is_name):
         raise ConfigError("cluster needs workers, and a network that is a file or module:function; add them")
-    if request.blend not in _BLENDS:
-        raise ConfigError(f"blend {request.blend!r} does not exist; choose {', '.join(_BLENDS)}")
+    check_blend(request.blend)
     if (request.workers or 1) > 1 or request.cluster is not None:
         with needs_extra("Prediction with several workers", "ray"):
             pass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,6 +200,12 @@ def sliding_tiling(
         last = -(-room // multiple) if room > 0 else -(-room // 2 // multiple)
         starts.append((*range(0, last * multiple, step), last * multiple))
     return Tiling(shape_zyx, patch_zyx, patch_zyx, tuple(starts), window)
+
+
+def check_blend(blend: Any) -> None:
+    """Raise ConfigError unless users can choose this window."""
+    if blend not in (known := [window for window in get_args(Window) if window != "sin4"]):
+        raise ConfigError(f"blend {blend!r} does not exist; choose {', '.join(known)}")
 
 
 def tile_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:

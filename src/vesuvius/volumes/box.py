@@ -40,6 +40,11 @@ def shifted(box: Box, by_zyx: Triple) -> Box:
     return translate(box[0], by_zyx), translate(box[1], by_zyx)
 
 
+def relative(box: Box, origin: Triple) -> Box:
+    """The box in voxels from this origin on."""
+    return shifted(box, triple(-each for each in origin))
+
+
 def upsample2(box: Box) -> Box:
     """Scale a box of the next pyramid level to this one; it may end one voxel past the array."""
     return scale(box[0], (2, 2, 2)), scale(box[1], (2, 2, 2))
