@@ -214,3 +214,20 @@ def test_a_loader_warns_of_chunks_that_are_decoded_many_times(tmp_path: Path, ca
         assert not caplog.records, "it depends on the number of ranks"
         iter(loader)
     assert "the read amplification of" in caplog.text
+
+
+def test_the_threads_of_a_loader_do_not_grow_with_its_volumes(tmp_path: Path) -> None:
+    """A reader has them for what it reads, and hundreds of volumes have labels each."""
+    before = {id(thread) for thread in threading.enumerate()}
+    paths = [write_array(tmp_path / f"{number}.zarr", textured((16, 32, 32)), chunk=8) for number in range(6)]
+
+    def fetching() -> int:
+        return sum(thread.name == "fetch" and id(thread) not in before for thread in threading.enumerate())
+
+    with load(paths, labels=paths, num_workers=2) as loader:
+        volumes = {sample.volume for batch in islice(loader, 30) for sample in batch.samples}
+        assert len(volumes) == len(paths)
+        deadline = time.monotonic() + 30
+        while fetching() > 2 * 2 * 5 and time.monotonic() < deadline:  # readers, arrays, chunks that a read is ahead
+            time.sleep(0.05)
+        assert fetching() <= 2 * 2 * 5

@@ -197,7 +197,7 @@ def test_without_boto3_a_profile_is_not_ignored(
     monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
     monkeypatch.setitem(sys.modules, "boto3", None)
     set_up(kind)
-    with pytest.raises(ConfigError, match=r"AWS profile .* needs boto3, .*: pip install 'vesuvius-diffusion\[train\]'"):
+    with pytest.raises(ConfigError, match=r"AWS profile .* needs boto3, .*; pip install 'vesuvius-diffusion\[train\]'"):
         Source("s3://bucket/v", StoreConfig())
     Source("s3://bucket/v", StoreConfig(anonymous=True)).get("data")
     assert {key_of(asked) for asked in s3_requests.asked} == {None}

@@ -121,6 +121,7 @@ class Reader:
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
+        self._latest = 0  # index of the volume that was read last
         self._last_cause = "all of them touch known damage"
         self._new_damage: list[dict[str, Any]] = []  # since the last block
         self._blocks, self._decode_s, self._bytes_read = 0, 0.0, 0
@@ -206,6 +207,10 @@ class Reader:
         if key in self._staged:
             self._staged.remove(key)
         volume_index, box = key
+        if volume_index != self._latest:
+            for volume, _ in self._arrays[self._latest]:  # each has threads, and there may be hundreds
+                volume.source.rest()
+        self._latest = volume_index
         try:
             if self.is_damaged(volume_index, box):
                 return False

@@ -127,6 +127,7 @@ class PreparedData:
             for index, box in waiting:
                 self._release(positions, index, box)
             for array in chain(*self.arrays):
+                array.source.rest()
                 if (bad := array.nonfinite) is not None:
                     bad.warn()
 

@@ -80,7 +80,7 @@ class Source:
         self._closed = threading.Event()
         self._patient = has_answered or not self.remote  # else a store is given up after a minute
         self._logged = 0.0  # time of the last log line about this outage
-        self._pool = Pool(config.requests, "fetch")
+        self.rest()
         renew_after_fork(self)
 
     def renew(self) -> None:
@@ -196,6 +196,10 @@ class Source:
         if self._closed.is_set():
             raise ClosedError(f"{self.display_address} was closed; open it again")
         return self._pool.submit(function, *arguments)
+
+    def rest(self) -> None:
+        """Let the threads end after the calls so far; later ones start others."""
+        self._pool = Pool(self.config.requests, "fetch")
 
     def close(self) -> None:
         """Stop the threads; reads in progress are abandoned without a retry."""
