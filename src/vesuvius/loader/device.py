@@ -6,8 +6,7 @@ normalization and augmentation run on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,17 +65,8 @@ class DeviceFeed:
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def open(self, **start: Any) -> Iterator[PatchStream]:
-        """Open the stream that `next` draws from, for the context; arguments and errors are those of `PatchStream`."""
-        with self.start(**start) as stream:
-            try:
-                yield stream
-            finally:
-                self._stream = None  # it references its last batches
-
-    def start(self, **start: Any) -> PatchStream:
-        """Open the stream that `next` draws from; the caller closes it."""
+    def open(self, **start: Any) -> PatchStream:
+        """Open the stream that `next` draws from; arguments and errors are those of `PatchStream`."""
         self._stream = PatchStream(self.job, self.options, **start)
         return self._stream
 

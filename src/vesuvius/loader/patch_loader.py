@@ -137,11 +137,10 @@ class PatchLoader(IterableDataset[PatchBatch]):
             keeps_resident(self._job, self._resident, empty=True)  # ranks that share a copy fill it meanwhile
         self.validation_boxes: tuple[Box | None, ...] = tuple(split.validation for split in prepared.splits)
         self.intensity_ranges: tuple[IntensityRange, ...] = ()
+        rule: bool | list[float | None] = False
         if natural(normalize) is not False:
             self.intensity_ranges = prepared.intensity_ranges(data.model_copy(update={"condition_classes": 1})).volumes
-        rule = natural(normalize) is not False and (
-            data.normalize.low is None or [data.normalize.low, data.normalize.high]
-        )
+            rule = data.normalize.low is None or [data.normalize.low, data.normalize.high]
         images = (array for arrays in prepared.arrays for array in arrays[: self._job.channels])
         ranges = zip(map(array_key, images), self.intensity_ranges, strict=False)
         self._normalization: dict[str, Any] = {
@@ -318,11 +317,9 @@ class PatchLoader(IterableDataset[PatchBatch]):
 
     @property
     def _samples_per_epoch(self) -> int | None:
-        return (
-            None
-            if self._batches_per_epoch is None
-            else self._batches_per_epoch * self._options.batch_size * self._job.world_size
-        )
+        if (batches := self._batches_per_epoch) is None:
+            return None
+        return batches * self._options.batch_size * self._job.world_size
 
     def _in_epoch_now(self) -> int:
         """Return the samples delivered in the current epoch, 0 if it is over: that of the last batch, or, if its loop
@@ -358,7 +355,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
         stop, num_closed = None, self._num_closed
         if self._epochs is not None and self._samples_per_epoch is not None:
             stop = max(self._epochs * self._samples_per_epoch, self._state["sample_index"])
-        self._stream = self._feed.start(
+        self._stream = self._feed.open(
             first=self._state["sample_index"],
             stop=stop,
             quarantined=self._state["quarantined"],
