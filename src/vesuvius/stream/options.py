@@ -109,10 +109,8 @@ def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Peak bytes in use in the object store: the regions in flight, which the trainer holds, and prefetched blocks.
 
-    0 without processes.  Pure.
+    Pure.
     """
-    if options.num_processes == 0:
-        return 0
     return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
 
 
