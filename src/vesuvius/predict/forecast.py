@@ -14,7 +14,7 @@ import psutil
 from vesuvius.predict.inputs import Inputs
 from vesuvius.predict.job import PredictJob
 from vesuvius.predict.network import probe_network
-from vesuvius.predict.progress import ProgressReporter, one_thread
+from vesuvius.predict.progress import ProgressReporter, kept_heap, one_thread
 from vesuvius.predict.run import PredictRequest, Work, prepared
 from vesuvius.runlog.files import free_disk_bytes
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
@@ -55,7 +55,7 @@ def measured(work: Work) -> tuple[float, int]:
     shape = len(work.inputs.channels), work.job.source.patch_zyx
 
     def call(_: int) -> None:
-        with one_thread():
+        with one_thread(), kept_heap():
             probe_network(work.network, work.batch_size, *shape, work.device)
 
     with ThreadPoolExecutor(calls) as pool:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.errors import NonFiniteError
-from vesuvius.predict.progress import one_thread
+from vesuvius.predict.progress import kept_heap, one_thread
 from vesuvius.predict.tiling import BlockGrid, Tiling, overlap_slices
 from vesuvius.runlog.files import boot_id, flush_to_disk, write_atomically
 from vesuvius.threads import Pool
@@ -236,7 +236,7 @@ def run_locally(
 
     The threads have ended when the context ends, except that a slow network goes on, with a result that is dropped.
     """
-    with one_thread():
+    with one_thread(), kept_heap():
         runner, pool = open_runner(), Pool(threads, "tiles")
 
         def run(tasks: Iterable[Task]) -> Iterator[Task]:
