@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from vesuvius.runlog.files import free_disk_bytes
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.volumes.box import chunk_ranges, triple
 
+_START_S = 60.0  # for the threads
 _SAMPLE = 16  # chunks that are read
 
 
@@ -52,18 +54,21 @@ def forecast(request: PredictRequest) -> str:
 def measured(work: Work) -> tuple[float, int]:
     """Return the seconds of a round of network calls, one for each evaluation at a time, and the peak memory."""
     calls = 1 if work.uses_ray else work.evaluations
+    threads = 1 if work.uses_ray else 2 * calls  # as `run_locally`; each keeps the memory of its calls
     shape = len(work.inputs.channels), work.job.source.patch_zyx
+    started_all, evaluating = threading.Barrier(threads, timeout=_START_S), threading.Semaphore(calls)
 
     def call(_: int) -> None:
-        with one_thread(), kept_heap():
+        started_all.wait()  # so that each thread has one call
+        with evaluating:
             probe_network(work.network, work.batch_size, *shape, work.device)
 
-    with ThreadPoolExecutor(calls) as pool:
-        list(pool.map(call, range(calls)))  # warm-up
+    with one_thread(), kept_heap(), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, range(threads)))  # warm-up
         _reset_peak()
         started = time.monotonic()
-        list(pool.map(call, range(calls)))
-        seconds = time.monotonic() - started
+        list(pool.map(call, range(threads)))
+        seconds = (time.monotonic() - started) * calls / threads
     return seconds, peak_bytes() + io_bytes(work.job, work.inputs, calls)
 
 
