@@ -84,7 +84,7 @@ def io_bytes(job: PredictJob, inputs: Inputs, calls: int) -> int:
 
 
 def disk_bytes(work: Work, job: PredictJob, per_group: int) -> int:
-    """Return the largest size of tiles and staged blocks: rows along z over two groups of blocks and a row beside."""
+    """Return the largest size of tiles and staged blocks: rows along z over two groups of blocks and one more row."""
     tiling, rows = job.tiling, 2 + -(-2 * per_group // math.prod(job.tiling.block_grid[1:]))
     depth = min(rows * tiling.block_zyx[0] + 2 * tiling.patch_zyx[0], tiling.shape_zyx[0])
     tiles = len(job.tiles) * min(1.0, depth / tiling.shape_zyx[0])

@@ -1,4 +1,4 @@
-"""What a network sees of a volume: its channels, aligned and normalized, and a mask; staged on disk.
+"""The input of a network from a volume: its channels, aligned and normalized, and a mask; staged on disk.
 
 An array is staged in blocks of whole chunks, in its stored dtype, so that each chunk is fetched and decoded once,
 however many tiles need it.

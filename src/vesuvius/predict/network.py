@@ -28,7 +28,7 @@ Network = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """What a network makes of a batch."""
+    """The shape and time of a result, of a batch of zeros."""
 
     channels: int
     factor: Fraction  # voxels of the output per voxel of the input, along each axis
