@@ -24,7 +24,7 @@ from tests.monitor.probes.test_cores import V2, tree
 from tests.monitor.probes.test_gpus import FakeNvml
 from tests.support.system_trees import write_process, write_v2
 from tests.support.tiny import tiny_sections
-from vesuvius import doctor
+from vesuvius import accelerator, doctor
 from vesuvius.commands import doctor as command
 from vesuvius.config.load import parse_stored
 from vesuvius.doctor import Check, Finding, examine
@@ -84,15 +84,15 @@ def config_of(volume: str, **training: Any) -> Any:
 
 def test_an_unsuitable_gpu_or_cudnn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_torch().level == "ok"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accelerator, "choose_device", lambda: torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert doctor.check_gpus(None).level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     found = doctor.check_gpus(None)
     assert (found.level, found.value[:36]) == ("fail", "NVIDIA H200, NVIDIA A100, which this")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
+    monkeypatch.setattr(accelerator, "choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "device_names", lambda: ["NVIDIA A100"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for version, level in ((91002, "fail"), (91500, "ok"), (90701, "ok")):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         found = doctor.check_gpus(config_of("x", amp="bf16", channels_last=False))

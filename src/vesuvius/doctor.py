@@ -212,25 +212,25 @@ def check_gpus(config: Config | None) -> Finding:
     """Check that torch can use the GPUs that NVML finds, and that 16-bit convolutions run on cuDNN."""
     import torch
 
+    from vesuvius.accelerator import choose_device, device_names
     from vesuvius.training.step.self_test import cudnn_problem
     from vesuvius.training.step.setup import resolve_amp, uses_channels_last
 
-    if not torch.cuda.is_available():
+    device = choose_device()
+    if device.type == "cpu":
         with Gpus(within_s=5.0) as gpus:
             seen = ", ".join(use.name for use in gpus.sample())
         if not seen:
             return Finding("ok", f"none ({gpus.reason}): training computes on the CPU; docker run needs --gpus all")
         remedy = "install a torch whose CUDA the driver supports (`nvidia-smi` names it), or a newer driver"
         return Finding("fail", f"{seen}, which this torch cannot use", remedy)
-    device = torch.device("cuda")
     training = TrainingConfig() if config is None else config.training
     amp = resolve_amp(training.amp, device)
     if problem := cudnn_problem(device, amp, uses_channels_last(training, device)):
         value, _, remedy = problem.rpartition("; ")
         return Finding("fail", value, remedy)
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return Finding("ok", f"{', '.join(names)}, cuDNN {cudnn}, amp {amp}")
+    return Finding("ok", f"{', '.join(device_names())}, cuDNN {cudnn}, amp {amp}")
 
 
 def start_ray(address: str | None, within_s: float) -> Finding:

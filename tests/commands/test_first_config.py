@@ -77,7 +77,7 @@ def test_a_gpu_gets_the_largest_preset_that_fits_and_is_fast_enough(
 ) -> None:
     machine.gib, machine.flops_s = gib, flops_s
     preset, batch, step_s = module._choose_preset(SCROLL, GPU)
-    assert (preset, batch) == (PRESETS["cuda"][number], micro)
+    assert (preset, batch) == (PRESETS["gpu"][number], micro)
     assert step_s <= 4 or number == 2
 
 
@@ -110,7 +110,7 @@ def test_a_small_or_thin_volume_gets_a_patch_that_fits_it_and_the_network(
     shape: Triple, patch: Triple, held_out: bool
 ) -> None:
     assert fit_patch(shape, FULL) == (patch, held_out)
-    assert module._model(PRESETS["cuda"][0], patch).size_problem(patch) is None
+    assert module._model(PRESETS["gpu"][0], patch).size_problem(patch) is None
 
 
 def test_a_volume_too_small_in_y_and_x_is_refused() -> None:

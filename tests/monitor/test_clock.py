@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.monitor.clock import CudaClock, HostClock, Part, StepClock, StepTimes, make_clock
+from vesuvius.monitor.clock import AcceleratorClock, HostClock, Part, StepClock, StepTimes, make_clock
 
 
 def all_parts(times: StepTimes) -> list[float]:
@@ -167,7 +167,7 @@ def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> Non
 def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
     work = Work(pause=5.0, wait=2.0, launch=0.5, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5)
     gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
+    clock = AcceleratorClock(gpu.event, lambda: gpu.host)
     run_step(gpu, clock, work)
     (times,) = clock.finished(wait=True)
     assert times.step_s == 11.0, "the copy runs while the host launches"
@@ -178,7 +178,7 @@ def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
 
 def test_waits_and_pauses_hidden_behind_computing_count_as_zero() -> None:
     gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
+    clock = AcceleratorClock(gpu.event, lambda: gpu.host)
     run_step(gpu, clock, Work(forward=10.0))
     run_step(gpu, clock, Work(pause=3.0, wait=4.0, copy=1.0, backward=2.0))
     _, times = clock.finished(wait=True)
@@ -188,7 +188,7 @@ def test_waits_and_pauses_hidden_behind_computing_count_as_zero() -> None:
 
 def test_time_after_the_last_computing_belongs_to_the_next_step() -> None:
     gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
+    clock = AcceleratorClock(gpu.event, lambda: gpu.host)
     computing(gpu, clock, "forward", 1.0)
     with clock.waiting():
         gpu.host += 3.0
@@ -217,7 +217,7 @@ def test_parts_always_add_up_and_each_gap_is_split_by_its_own_activity(
     steps: list[list[Work]],
 ) -> None:
     gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
+    clock = AcceleratorClock(gpu.event, lambda: gpu.host)
     done = []
     for mixed in steps:
         run_step(gpu, clock, *mixed)
@@ -242,7 +242,7 @@ def test_parts_always_add_up_and_each_gap_is_split_by_its_own_activity(
 
 def test_events_are_reused_without_waiting_for_a_step() -> None:
     gpu = FakeGpu()
-    clock = CudaClock(gpu.event, lambda: gpu.host)
+    clock = AcceleratorClock(gpu.event, lambda: gpu.host)
     work = Work(launch=0.125, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5, micro_batches=2)
     done: list[StepTimes] = []
     for number in range(300):
@@ -270,7 +270,7 @@ def test_parts_longer_than_their_step_by_rounding_are_capped(work: Work, step_s:
             return super().elapsed_time(end) + 0.0005 * (end.at - self.at < 5)
 
     gpu = FakeGpu()
-    clock = CudaClock(lambda: Rounded(gpu), lambda: gpu.host)
+    clock = AcceleratorClock(lambda: Rounded(gpu), lambda: gpu.host)
     run_step(gpu, clock, work)
     (times,) = clock.finished(wait=True)
     assert times.step_s == step_s

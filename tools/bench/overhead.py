@@ -44,6 +44,7 @@ from torch import Tensor
 
 import vesuvius.loader.device
 import vesuvius.training.run
+from vesuvius.accelerator import choose_device
 from vesuvius.commands.cli import triple
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
@@ -55,7 +56,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.request import Request
-from vesuvius.training.step.setup import autocast, build_network, choose_device, parameter_count, resolve_amp
+from vesuvius.training.step.setup import autocast, build_network, parameter_count, resolve_amp
 from vesuvius.training.step.step import TrainStep
 
 _BATCHES = 8

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vesuvius.accelerator import choose_device, memory_info, properties
 from vesuvius.config import (
     ArrayConfig,
     Config,
@@ -36,7 +37,7 @@ from vesuvius.stream.options import StreamOptions, check_store
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.plan import device_memory_bytes, fit_micro_batch, plan_resident, plan_run
 from vesuvius.training.forecast.start_log import step_range_s
-from vesuvius.training.step.setup import build_meta_network, choose_device, parameter_count
+from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.volume_tools.info import LevelFacts, VolumeFacts, describe_volume
 from vesuvius.volumes.store.objects import is_remote
 
@@ -56,7 +57,7 @@ class Preset:
 
 _FULL: Triple = (72, 136, 136)
 PRESETS = {
-    "cuda": (
+    "gpu": (
         Preset(_FULL, (128, 256, 512), 2, 8, 2e-4),
         Preset(_FULL, (64, 128, 256), 2, 8, 5e-4),
         Preset((32, 64, 64), (32, 64, 128), 1, 4, 1e-3),
@@ -67,10 +68,10 @@ PRESETS = {
         Preset((8, 32, 32), (16, 32, 64), 1, 4, 2e-3),
     ),
 }
-"""Largest first, by device type."""
+"""Largest first."""
 _BATCH = 8
-_STEP_S = {"cuda": 4.0, "cpu": 2.0}  # longest acceptable step
-_READERS = {"cuda": 6, "cpu": 2}  # maximum; 1.5 times as many for a remote store
+_STEP_S = {"gpu": 4.0, "cpu": 2.0}  # longest acceptable step
+_READERS = {"gpu": 6, "cpu": 2}  # maximum; 1.5 times as many for a remote store
 _CORES_WITHOUT_READERS = 2
 _RUN_S = 0.9 * 1800  # half an hour minus validations, previews and checkpoints
 _PATCHES: tuple[Triple, ...] = (
@@ -117,8 +118,8 @@ def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tup
     config = Config(name=name, seed=0, data=data_config, training=training, model=_model(preset, patch))
     config = config.with_training(workers=_workers(config, data, is_remote(spec.path)))
     gpu = "no GPU"
-    if device.type == "cuda":
-        gpu = f"{torch.cuda.get_device_name(device)} with {format_gib(torch.cuda.mem_get_info(device)[0])} GiB free"
+    if device.type != "cpu":
+        gpu = f"{properties(device).name} with {format_gib(memory_info(device)[0])} GiB free"
     memory, steps = f"{format_gib(ram_limit(None).total_bytes)} GiB of memory", config.horizon_steps
     summary = {
         "volume": f"{spec.path}, level {spec.level} of {len(volume.levels)}: {format_sizes(volume.chosen.shape)} "
@@ -138,7 +139,8 @@ def _choose_preset(shape: Triple, device: torch.device) -> tuple[Preset, int, fl
 
     Also its micro-batch and the predicted seconds per step.
     """
-    for preset in PRESETS[device.type]:
+    kind = "gpu" if device.type != "cpu" else "cpu"
+    for preset in PRESETS[kind]:
         patch, _ = fit_patch(shape, preset.patch)
         config = Config(
             name="any",
@@ -146,9 +148,9 @@ def _choose_preset(shape: Triple, device: torch.device) -> tuple[Preset, int, fl
             training=TrainingConfig(train_batch_size="auto", accumulate_steps=_BATCH, optimizer="muon"),
             model=_model(preset, patch),
         )
-        found = fit_micro_batch(config, device_memory_bytes(config, device), device.type == "cuda")
+        found = fit_micro_batch(config, device_memory_bytes(config, device), kind == "gpu")
         step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, config.training)))
-        if found.fits and step_s <= _STEP_S[device.type]:
+        if found.fits and step_s <= _STEP_S[kind]:
             break
     return preset, found.config.training.micro_batch, step_s
 
@@ -224,8 +226,9 @@ def _training(
 ) -> TrainingConfig:
     """Half an hour in four epochs, 80 to 20,000 steps in total.  Readers leave the trainer a core."""
     per_epoch = int(float(f"{min(max(_RUN_S / step_s, 80), 20_000) / 4:.1e}"))
-    spare = usable_cores(os.getpid()) - (2 if device.type == "cuda" else 1)
-    most = _READERS[device.type] * (3 if remote else 2) // 2
+    gpu = device.type != "cpu"
+    spare = usable_cores(os.getpid()) - (1 + gpu)
+    most = _READERS["gpu" if gpu else "cpu"] * (3 if remote else 2) // 2
     return TrainingConfig(
         train_batch_size=micro,
         accumulate_steps=_BATCH // micro,

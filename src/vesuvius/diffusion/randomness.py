@@ -67,7 +67,7 @@ def sample_noise(
     Row k follows from (seed, index k).  It is drawn on the CPU (about 3 ms for 72x136x136 on one core), because CUDA's
     generator depends on the GPU model.  With `pinned` on the CPU, a later copy to a GPU can be asynchronous.
     """
-    pinned |= torch.device(device).type == "cuda"
+    pinned |= torch.device(device).type != "cpu"
     noise = torch.empty((len(sample_indices), *shape_czyx), dtype=torch.float32, pin_memory=pinned)
     for row, index in zip(noise, sample_indices, strict=True):
         row.normal_(generator=torch_generator(seed, purpose, int(index)))

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from vesuvius.accelerator import choose_device, properties
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.monitor.memory.limits import left_bytes, limits_of
@@ -27,7 +26,6 @@ from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.plan import VRAM_SHARE, plan_run, resolve_micro_batch
 from vesuvius.training.reporting.monitoring import memory_policy
-from vesuvius.training.step.setup import choose_device
 
 _OF_OTHERS = (ConnectionError, TimeoutError, BlockingIOError)  # network errors, or a process that cannot start
 _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
@@ -36,7 +34,7 @@ _PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover betw
 def machine_words() -> str:
     """`box: 12 cores, 170 GiB of RAM, NVIDIA A100 (80 GiB)`."""
     device, ram_bytes = choose_device(), sample_system(os.getpid()).machine.total_bytes
-    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gpu = properties(device) if device.type != "cpu" else None
     words = f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" if gpu else "no GPU"
     return f"{platform.node()}: {usable_cores(os.getpid()):g} cores, {ram_bytes / GIB:.0f} GiB of RAM, {words}"
 
@@ -66,14 +64,14 @@ def vram_left() -> int:
 def with_micro_batch(config: Config) -> Config:
     """The config with the number that a run would choose now for `training.train_batch_size: auto`."""
     available_bytes = None
-    if choose_device().type == "cuda" and config.training.train_batch_size == "auto":
+    if choose_device().type != "cpu" and config.training.train_batch_size == "auto":
         total_bytes, used_bytes = _vram()
         available_bytes = total_bytes - used_bytes
     return resolve_micro_batch(config, available_bytes)[0]
 
 
 def _vram() -> tuple[int, int]:
-    gpu = torch.cuda.get_device_properties(choose_device())
+    gpu = properties(choose_device())
     with Gpus(within_s=10.0) as gpus:
         used_bytes = sum(use.used_bytes or 0 for use in gpus.sample() if str(gpu.uuid) in use.uuid)
     return gpu.total_memory, used_bytes

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
+from vesuvius.accelerator import properties
 from vesuvius.config import Config
 from vesuvius.config.experiment import NEVER, trial_config
 from vesuvius.errors import EXIT_OK, VesuviusError
@@ -61,9 +62,9 @@ def observe(
     loop: TrainingLoop, reporter: StepReporter, observed: Observed, steps: int, trace: Path | None
 ) -> Iterator[None]:
     """Count `steps` steps, then trace some more into the file `trace`; yields before each step but the first."""
-    run, on_gpu = loop.run, loop.run.device.type == "cuda"
+    run, on_gpu = loop.run, loop.run.device.type != "cpu"
     observed.parameters, observed.amp = parameter_count(loop.train_step.network), loop.train_step.amp
-    observed.device = torch.cuda.get_device_name(run.device) if on_gpu else "CPU"
+    observed.device = properties(run.device).name if on_gpu else "CPU"
     accumulate, batch = run.config.training.accumulate_steps, run.config.global_batch
     warmup, began = Warmup.of(loop.job.plan, loop.feed.stream.options, accumulate, batch), time.monotonic()
     warm = 1

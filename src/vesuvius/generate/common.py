@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius import __version__
+from vesuvius.accelerator import choose_device
 from vesuvius.config import Config
 from vesuvius.config.describe import DRAWS_SAMPLES
 from vesuvius.diffusion.estimate import Condition, NetworkEstimate, generate
@@ -31,7 +32,7 @@ from vesuvius.training.checkpoint.trained import (
 )
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.setup import build_meta_network, choose_device, uses_channels_last
+from vesuvius.training.step.setup import build_meta_network, uses_channels_last
 
 log = logging.getLogger(__name__)
 

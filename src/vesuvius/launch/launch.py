@@ -49,7 +49,7 @@ def resolve_ranks(request: Request, launched: int | None) -> Request:
             )
         import torch
 
-        count = max(torch.cuda.device_count(), 1)
+        count = max(torch.accelerator.device_count(), 1)
     log.info("training.ranks=auto: %d", count)
     return replace(request, config=config.with_training(ranks=count))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vesuvius.accelerator import choose_device
 from vesuvius.config import (
     ArrayConfig,
     AugmentConfig,
@@ -152,17 +153,17 @@ def resident_of(given: Any, data: DataConfig) -> bool | float:
 def device_of(device: torch.device | str | None) -> torch.device:
     """Return the device.  Raises ConfigError for one that does not exist or that batches cannot be copied to."""
     if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        found = choose_device()
+        return torch.device(found.type, torch.accelerator.current_device_index()) if found.type != "cpu" else found
     try:
         target = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"torch does not recognize device {device!r}: {one_line(error)}; choose another") from error
-    if target.type not in ("cpu", "cuda"):
+    if target.type not in ("cpu", "cuda", choose_device().type):
         raise ConfigError(
-            f"device {str(target)!r} is neither the CPU nor a CUDA GPU; use device='cpu' and batch.to({str(target)!r})"
+            f"device {str(target)!r} is neither the CPU nor a GPU of this machine; use device='cpu' and "
+            f"batch.to({str(target)!r})"
         )
-    if target.type == "cuda" and (target.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"device {str(target)!r} does not exist: torch finds {count} CUDA GPUs; choose another, or None"
-        )
+    if target.type != "cpu" and (target.index or 0) >= (count := torch.get_device_module(target).device_count()):
+        raise ConfigError(f"device {str(target)!r} does not exist: torch finds {count} GPUs; choose another, or None")
     return target

@@ -1,6 +1,6 @@
 """Turns batches in the stored dtype into normalized images and labels on the device.
 
-Batches reach a GPU through pinned memory, on a separate CUDA stream; on a CPU nothing is copied.  Casting,
+Batches reach a GPU through pinned memory, on a separate stream; on a CPU nothing is copied.  Casting,
 normalization and augmentation run on the device.
 """
 
@@ -62,8 +62,8 @@ class DeviceFeed:
         self._image_dtype, self._label_dtype = image_dtype, label_dtype
         self._stream: PatchStream | None = None
         self._scales = intensity_scales(ranges).reshape(-1, job.channels, 2)
-        if device.type == "cuda":
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device.type != "cpu":
+            self._copies = torch.Stream(device)
 
     def open(self, **start: Any) -> PatchStream:
         """Open the stream that `next` draws from; arguments and errors are those of `PatchStream`."""
@@ -92,11 +92,11 @@ class DeviceFeed:
 
     def copy(self, tensors: Sequence[Tensor], clock: StepClock) -> list[Tensor]:
         """Copy host tensors to a GPU while it computes; later kernels wait.  On a CPU nothing is copied."""
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             with clock.copying():
                 return list(tensors)
-        main = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._copies), clock.copying():
+        main = torch.accelerator.current_stream(self.device)
+        with self._copies, clock.copying():
             pinned = (tensor if tensor.is_pinned() else _pinned(tensor) for tensor in tensors)
             copies = [tensor.to(self.device, non_blocking=True) for tensor in pinned]
         main.wait_stream(self._copies)
@@ -147,9 +147,3 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
         axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
         target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.num_rot90, (1, 2)))
     return out
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; does nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

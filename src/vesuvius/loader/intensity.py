@@ -21,7 +21,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy small host values to the device, from pinned memory: a pageable copy makes the host wait for the GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    return values.pin_memory().to(device, non_blocking=True) if device.type != "cpu" else values
 
 
 def intensity_scales(ranges: Sequence[IntensityRange]) -> NDArray[np.float64]:

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from vesuvius.accelerator import new_event
+
 Part = Literal["forward", "backward", "optimizer", "comm"]
 """Parts of the device's work: preparing a batch is "forward", clipping and weight averages are "optimizer"."""
 
@@ -97,7 +99,7 @@ def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = tim
         spent[name] += now() - started
 
 
-_Span = tuple[torch.cuda.Event, torch.cuda.Event]  # begin and end of some work of the device
+_Span = tuple[torch.Event, torch.Event]  # begin and end of some work of the device
 
 
 @dataclass
@@ -112,12 +114,12 @@ class _Computed(NamedTuple):
     """A span of computing, and what may explain the gap before it."""
 
     part: Part
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    begin: torch.Event
+    end: torch.Event
     before: _HostActivity
 
 
-class CudaClock:
+class AcceleratorClock:
     """Times steps by the device's clock, without a synchronize per step; used like `HostClock`.
 
     Each gap between two spans of computing is split by what the host did between queueing them: copies within the gap
@@ -128,12 +130,10 @@ class CudaClock:
     Events are reused once their step has been read.  `now` is the host's clock, in seconds.
     """
 
-    def __init__(
-        self, new_event: Callable[[], torch.cuda.Event] | None = None, now: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._new_event = new_event or partial(torch.cuda.Event, enable_timing=True)
+    def __init__(self, new_event: Callable[[], torch.Event], now: Callable[[], float] = time.perf_counter) -> None:
+        self._new_event = new_event
         self._now = now
-        self._free: list[torch.cuda.Event] = []
+        self._free: list[torch.Event] = []
         self._end_before = self._recorded()
         self._step: list[_Computed] = []  # of the current step, in order
         self._activity = _HostActivity()
@@ -175,7 +175,7 @@ class CudaClock:
             end = step[-1].end
             if wait:
                 end.synchronize()
-            elif not end.query():  # type: ignore[no-untyped-call]
+            elif not end.query():
                 break
             done.append(_split_step(step, self._end_before))
             events = [event for each in step for event in (each.begin, each.end)]
@@ -185,13 +185,13 @@ class CudaClock:
             self._pending.popleft()
         return done
 
-    def _recorded(self) -> torch.cuda.Event:
+    def _recorded(self) -> torch.Event:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
 
 
-def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
+def _split_step(step: Sequence[_Computed], end_before: torch.Event) -> StepTimes:
     step_s = left_s = _seconds(end_before, step[-1].end)
     spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
@@ -214,7 +214,7 @@ def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> Step
     return StepTimes(step_s, **{f"{name}_s": seconds for name, seconds in spent.items()})
 
 
-def _seconds_within(gap_s: float, gap_end: torch.cuda.Event, copy: _Span) -> float:
+def _seconds_within(gap_s: float, gap_end: torch.Event, copy: _Span) -> float:
     """Return the part of a copy, in seconds, that lies within the gap that ends after it.
 
     Measured backwards from the gap's end, the latest event: a copy may begin before the gap or, if the host is far
@@ -224,12 +224,12 @@ def _seconds_within(gap_s: float, gap_end: torch.cuda.Event, copy: _Span) -> flo
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
 
 
-def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def _seconds(begin: torch.Event, end: torch.Event) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-StepClock = HostClock | CudaClock
+StepClock = HostClock | AcceleratorClock
 
 
 def make_clock(device: torch.device) -> StepClock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return AcceleratorClock(partial(new_event, device, timing=True)) if device.type != "cpu" else HostClock()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vesuvius.accelerator import synchronize
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.runlog.units import format_sizes
@@ -111,8 +112,7 @@ def probe_network(network: Network, batch_size: int, channels: int, patch_zyx: T
     try:
         with torch.inference_mode():
             result = network(batch)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

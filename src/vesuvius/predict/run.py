@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from vesuvius.accelerator import empty_cache
 from vesuvius.config import Triple
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, needs_extra, storage_errors
@@ -51,7 +52,7 @@ from vesuvius.volumes.occupancy import chunk_occupancy
 KIND = "prediction"
 CHUNK = 128  # edge of the output's chunks
 BATCHES_PER_GROUP, BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
-_AUTO_BATCHES = {"cpu": (1,), "cuda": (8, 4, 2, 1)}  # the first that fits, in memory and in what the network takes
+_AUTO_BATCHES = (8, 4, 2, 1)  # on a GPU: the first that fits, in memory and in what the network takes
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class Work:
 
     def _probe(self) -> tuple[int, Probe]:
         request, channels = self.request, len(self.inputs.channels)
-        sizes: tuple[int, ...] = _AUTO_BATCHES[self.device.type]
+        sizes: tuple[int, ...] = (1,) if self.device.type == "cpu" else _AUTO_BATCHES
         if request.batch_size != "auto":
             sizes = (to_integer("batch_size", request.batch_size, 1),)
         elif request.resume and (started := _started_record(request.out)) and self.device.type == started.get("device"):
@@ -256,7 +257,7 @@ class Work:
             try:
                 return size, probe_network(self.network, size, channels, request.patch_zyx, self.device)
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+                empty_cache()
                 problem = ConfigError(
                     f"The GPU has too little memory for a batch of {size} tiles of "
                     f"{format_sizes(request.patch_zyx)}; lower the batch size or the patch size"
@@ -327,7 +328,7 @@ class Work:
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         job = replace(job, device=self.device.type)
-        gpus = int(self.device.type == "cuda")
+        gpus = int(self.device.type != "cpu")
         return ray_workers(partial(open_runner, job), self.evaluations, gpus, self.request.cluster, progress.check)
 
 

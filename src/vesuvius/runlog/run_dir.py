@@ -37,6 +37,8 @@ def describe_environment() -> dict[str, Any]:
     """Versions, machine and command line, for env.json."""
     import torch  # takes seconds; only needed here
 
+    from vesuvius.accelerator import device_names
+
     return {
         "command": redacted([sys.executable, *sys.argv]),
         "directory": os.getcwd(),
@@ -44,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": device_names(),
         "cuda": torch.version.cuda,
         "torch_threads": torch.get_num_threads(),
         "packages": {name: installed_version(name) for name in _PACKAGES},

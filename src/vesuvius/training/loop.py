@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vesuvius.accelerator import empty_cache, new_event
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_DATA, NonFiniteError, one_line
 from vesuvius.loader.device import DeviceFeed
@@ -68,7 +69,7 @@ class TrainingLoop:
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
         self.micro_batch = run.share.micro_batch
-        self._queued = deque[torch.cuda.Event]()  # ends of micro-batches that the GPU may have yet to compute
+        self._queued = deque[torch.Event]()  # ends of micro-batches that the GPU may have yet to compute
 
     def run_steps(self, make_tuner: MakeTuner | None = None) -> None:
         """Train until the last step or a request to stop.
@@ -225,7 +226,7 @@ class TrainingLoop:
                     self.train_step.accumulate(
                         piece.x_0, piece.indices, t[micro], piece.condition, exchanges, piece.eps
                     )
-                    if alone and run.device.type == "cuda":
+                    if alone and run.device.type != "cpu":
                         self._limit_queue()
             return True
         except Exception as error:
@@ -237,7 +238,7 @@ class TrainingLoop:
 
     def _limit_queue(self) -> None:
         """Wait until the GPU has at most two micro-batches left, as queued ones cannot be dropped after a stop."""
-        self._queued.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+        self._queued.append(new_event(self.run.device))
         self._queued[-1].record()
         if len(self._queued) > 2:
             self._queued.popleft().synchronize()
@@ -251,8 +252,7 @@ class TrainingLoop:
         run, before = self.run, self.micro_batch
         self.micro_batch = now = next(size for size in range(before - 1, 0, -1) if before % size == 0)
         self.train_step.drop()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()
         step = run.progress.step
         text = (
             f"out of memory in step {step + 1} with micro-batch {before} ({why}); repeating the step and continuing "
@@ -289,7 +289,7 @@ class TrainingLoop:
         Raises NonFiniteError: one of them was not finite, which then ends the run.
         """
         nonfinite = error if isinstance(error, NonFiniteError) else None
-        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # a sum may never complete
+        hangs = isinstance(error, RankError) and self.run.device.type != "cpu"  # a sum may never complete
         if nonfinite is None and not hangs:
             try:
                 reporter.report(wait=True)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from vesuvius.accelerator import choose_device
 from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
@@ -57,7 +56,7 @@ from vesuvius.training.reporting.monitoring import (
 )
 from vesuvius.training.request import MakeTuner, Request, RunContext
 from vesuvius.training.step.self_test import check_kernels
-from vesuvius.training.step.setup import build_network, choose_device, configure_kernels, resolve_amp
+from vesuvius.training.step.setup import build_network, configure_kernels, resolve_amp
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.stop import StoppedError, StopRequest, run_unless_stopped
 from vesuvius.training.validation.validation import patches_of_rank
@@ -95,7 +94,7 @@ def train_as_rank(request: Request, stop: StopRequest | None = None) -> int:
     """Train as the rank given by the environment, or as a single rank.  Otherwise like `train`."""
     # A single rank checks later, when Ctrl-C works even if the driver hangs.
     several = launched_world_size() not in (None, 1)
-    device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
+    device_type = choose_device().type if several else "cpu"
     with open_ranks(device_type, 60 * request.config.cluster.rank_timeout_minutes) as ranks:
         try:
             exit_code = train(request, ranks=ranks, stop=stop)
@@ -323,7 +322,7 @@ def _train(run: RunContext, train_step: TrainStep, make_tuner: MakeTuner | None)
             cause = _reported_error(run.ranks.root_cause(error), run.directory)
             # Also saves after non-finite steps, which were not applied: a resume continues after them.
             # Not on a GPU if another rank failed: a step may be queued behind an incomplete sum.
-            behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
+            behind_sum = isinstance(cause, RankError) and run.device.type != "cpu"
             config = config.with_micro_batch(loop.micro_batch) if loop.micro_batch < run.share.micro_batch else config
             reported = gpu_memory_error(config, run.device, error, None) if out_of_memory else cause
             run.ranks.fail(reported, saves=not behind_sum)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vesuvius.experiments.tune.worker import vram_bytes
+from vesuvius.monitor.probes import vram
 from vesuvius.monitor.probes.gpus import VramUse
 from vesuvius.monitor.probes.vram import _PEAKS, read_vram, used_share
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
@@ -26,7 +27,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, peaks: list[int], initialized: bo
         parts = {"allocated_bytes.all.current": 2 * GIB, PEAK: peaks[0], "reserved_bytes.all.peak": 2 * GIB + peaks[0]}
         return parts | {"reserved_bytes.all.current": 6 * GIB, "num_alloc_retries": 3, "num_ooms": 1}
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(vram, "choose_device", lambda: GPU)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 * GIB, 10 * GIB))
@@ -52,7 +53,6 @@ def test_vram_figures_are_read_and_the_peak_is_that_of_the_window(monkeypatch: p
 def test_the_peak_of_the_process_outlives_the_windows_of_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU of 10 GiB, 7 were reserved and 5 allocated before a window ended, and less since."""
     fake_cuda(monkeypatch, [5 * GIB, 2 * GIB])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 6 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
     for _ in range(2):
         assert used_share() == 5 / 9, "of what is free or its own"

@@ -159,10 +159,10 @@ def test_a_broken_gpu_is_not_reported_as_missing_host_memory(monkeypatch: pytest
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "empty_like", broken)
-    on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda", shape=(3,), dtype=torch.float32)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.float32)
     for synchronize, expected in ((broken, RuntimeError), (lambda: None, StorageError)):
         stream = SimpleNamespace(synchronize=synchronize)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device, stream=stream: stream)
         with pytest.raises(expected, match="illegal memory access"):
             checkpoint_writer._allocate(on_gpu)
 

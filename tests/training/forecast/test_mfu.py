@@ -60,13 +60,13 @@ def test_mfu_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config, gpu = small("training.amp=bf16", "training.accumulate_steps=2"), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(mfu, "properties", lambda device: SimpleNamespace(name="NVIDIA A100-SXM4-40GB"))
     assert mfu.seconds_at_peak(config, torch.device("cpu"), rank_share(config, 0, 1)) is None
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) == pytest.approx(20 / 312)
     no_model = ("training.checkpoint_levels=[0, 1]", "training.optimizer=muon")  # no work of the model
     lean = small("training.amp=bf16", *no_model)
     assert mfu.seconds_at_peak(lean, gpu, rank_share(lean, 0, 1)) == pytest.approx(10 / 312)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+    monkeypatch.setattr(mfu, "properties", lambda device: SimpleNamespace(name="NVIDIA X1"))
     assert mfu.seconds_at_peak(config, gpu, rank_share(config, 0, 1)) is None
 
 
@@ -77,7 +77,7 @@ def test_an_untraceable_step_costs_the_mfu_but_not_the_run(
         raise NotImplementedError("an operator without a fake")
 
     monkeypatch.setattr(mfu, "plan_memory", failing)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(mfu, "properties", lambda device: SimpleNamespace(name="NVIDIA A100-SXM4-40GB"))
     assert mfu.seconds_at_peak(small("training.amp=bf16"), torch.device("cuda"), rank_share(small(), 0, 1)) is None
     assert "an operator without a fake" in caplog.text
 

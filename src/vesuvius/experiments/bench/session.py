@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from vesuvius.accelerator import choose_device
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, VesuviusError, one_line
@@ -27,7 +28,6 @@ from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, format_number, format_size
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, run_unless_stopped
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
 
 def _ranks_of(config: Config) -> int:
     ranks = config.training.ranks
-    return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
+    return max(torch.accelerator.device_count(), 1) if ranks == "auto" else ranks
 
 
 def _write(

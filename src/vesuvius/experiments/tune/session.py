@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
+from vesuvius.accelerator import choose_device
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import EXIT_NO_RESULT, EXIT_OK, EXIT_STOPPED, ConfigError, one_line, storage_errors
@@ -54,7 +55,6 @@ from vesuvius.training.forecast.memory_plan import max_indexable_batch
 from vesuvius.training.forecast.plan import num_local_ranks, plan_run
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
 from vesuvius.training.ranks.share import single_rank_config
-from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StoppedError, StopRequest
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def _next_commands(request: TuneRequest, space: SearchSpace, recommendation: Rec
 
 def survey(config: Config, data: PreparedData, *, budget_s: float, keep: Sequence[Knob] = ()) -> SearchSpace:
     """The search space of one rank, with its share of this machine.  Does I/O; uses no GPU."""
-    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", num_local_ranks(config)
+    source, on_gpu, ranks = Setting.of(config), choose_device().type != "cpu", num_local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
     busy = psutil.cpu_percent(_OTHERS_OVER_S, percpu=True)  # before the tune starts anything
     used = math.fsum(busy[core] for core in bound_cores() if core < len(busy)) / 100

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vesuvius.accelerator import memory_info, reserved_bytes, synchronize
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import (
@@ -32,7 +33,6 @@ from vesuvius.experiments.steady import (
     reader_times,
 )  # fmt: skip
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
-from vesuvius.loader.device import synchronize
 from vesuvius.monitor.clock import HostClock
 from vesuvius.monitor.probes.vram import process_peaks
 from vesuvius.stream.feeder import StreamInterrupted
@@ -269,8 +269,8 @@ class TuneWorker:
 
 def vram_bytes(device: torch.device) -> int | None:
     """Peak GPU memory of this process, including the CUDA context; None on a CPU."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    free, total = torch.cuda.mem_get_info(device)
-    foreign = total - free - torch.cuda.memory_reserved(device)
+    free, total = memory_info(device)
+    foreign = total - free - reserved_bytes(device)
     return process_peaks(device)[1] + min(max(foreign, 0), CONTEXT_BYTES)

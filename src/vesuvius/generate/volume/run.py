@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.accelerator import choose_device
 from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
@@ -42,7 +43,6 @@ from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
-from vesuvius.training.step.setup import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
@@ -151,7 +151,7 @@ class _Volume:
         self._device = choose_device()
         batches = self.job.tiling.tiles // request.batch_size
         on_cpu = max(1, min(len(os.sched_getaffinity(0)), batches))
-        self.workers = request.workers or (torch.cuda.device_count() if self._device.type == "cuda" else on_cpu)
+        self.workers = request.workers or (torch.accelerator.device_count() if self._device.type != "cpu" else on_cpu)
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class _Volume:
             return run_locally(open_runner)
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
-        gpus = int(self._device.type == "cuda")
+        gpus = int(self._device.type != "cpu")
         return ray_workers(open_runner, self.workers, gpus, request.cluster, self.progress.check)
 
     def write_labels(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vesuvius.accelerator import choose_device, memory_info, memory_stats, properties, reserved_bytes
 from vesuvius.monitor.probes.gpus import VramUse
 
 # cuBLAS, cuDNN, and torch for pinned memory, report it without torch's own exception class.
@@ -17,12 +18,12 @@ _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 _ended = dict.fromkeys(_PEAKS, 0)  # of all past windows in this process, which uses one GPU
 
 
-def process_peaks(device: torch.device | None = None) -> tuple[int, int]:
+def process_peaks(device: torch.device) -> tuple[int, int]:
     """Return the peaks of allocated and reserved bytes since this process began.
 
     The allocator's own restart whenever the monitor reads them.
     """
-    stats = torch.cuda.memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
+    stats = memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
     allocated, reserved = (max(_ended[name], stats.get(name, 0)) for name in _PEAKS)
     return allocated, reserved
 
@@ -33,16 +34,16 @@ def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
 
     None on a CPU, if this process does not use the GPU yet (initialising CUDA takes 0.5 GiB), or if the GPU has failed.
     """
-    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if device.type == "cpu" or not (torch_device := torch.get_device_module(device)).is_initialized():
         return None
     try:
         # The driver first: if it hangs, this call releases the GIL; the allocator's calls do not.
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        stats = torch.cuda.memory_stats(device)
+        free_bytes, total_bytes = memory_info(device)
+        stats = memory_stats(device)
         peak_bytes = stats.get(_PEAKS[0], 0)
         if new_window:
             _ended.update({name: max(most, stats.get(name, 0)) for name, most in _ended.items()})
-            torch.cuda.reset_peak_memory_stats(device)
+            torch_device.reset_peak_memory_stats(device)
         else:
             peak_bytes, _ = process_peaks(device)
     except Exception:  # the GPU has failed, which training reports, or its driver lacks the query
@@ -64,19 +65,21 @@ def gpu_uuid(device: torch.device) -> str | None:
     None on a CPU, or if torch cannot tell.
     """
     try:
-        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        return str(properties(device).uuid) if device.type != "cpu" else None
     except Exception:
         return None
 
 
 def used_share() -> float:
     """Return the peak of allocated memory as a share of the memory this process may use; 0 without a working GPU."""
-    if not torch.cuda.is_available():
+    device = choose_device()
+    if device.type == "cpu":
         return 0.0
     try:
-        free, total = torch.cuda.mem_get_info()
-        may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
-        return process_peaks()[0] / max(may_take, 1)
+        free, total = memory_info(device)
+        fraction: float = torch.get_device_module(device).get_per_process_memory_fraction()
+        may_take = min(fraction * total, free + reserved_bytes(device))
+        return process_peaks(device)[0] / max(may_take, 1)
     except Exception:  # asked because of an error, after which CUDA may refuse every call
         return 0.0
 

@@ -134,9 +134,9 @@ class Snapshot:
         buffers = iter(self._buffers)
         with torch.no_grad():  # new dicts and lists: nothing is shared
             self.state = tree_map_only(Tensor, lambda tensor: next(buffers).copy_(tensor, non_blocking=True), state)
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             # Not for the entire device: after an error, sums with other ranks may be queued that never complete.
-            torch.cuda.current_stream(device).synchronize()
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
@@ -145,14 +145,15 @@ def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
 
 
 def _allocate(tensor: Tensor) -> Tensor:
+    pinned = tensor.device.type != "cpu"
     try:
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for any kind of memory
-        if tensor.is_cuda:  # after an error of the GPU, every call raises it
-            torch.cuda.current_stream(tensor.device).synchronize()
+        if pinned:  # after an error of the GPU, every call raises it
+            torch.accelerator.current_stream(tensor.device).synchronize()
         raise StorageError(
             f"Cannot allocate host memory for a checkpoint ({tuple(tensor.shape)}, {tensor.dtype}"
-            f"{', pinned' if tensor.is_cuda else ''}): {one_line(error)}; give the run more memory, or lower "
+            f"{', pinned' if pinned else ''}): {one_line(error)}; give the run more memory, or lower "
             "training.workers or training.prefetch_factor"
         ) from error
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from vesuvius.accelerator import choose_device, properties
 from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
@@ -37,7 +38,6 @@ from vesuvius.training.ranks.share import RankShare
 from vesuvius.training.step.setup import (
     AmpMode,
     build_meta_network,
-    choose_device,
     execution,
     resolve_amp,
     uses_channels_last,
@@ -336,9 +336,9 @@ def seconds_at_peak(config: Config, device: torch.device, share: RankShare) -> f
 
     Only the model's own work counts: recomputed blocks count once, the optimizer's matrix products not at all.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
+    name, amp = properties(device).name, resolve_amp(config.training.amp, device)
     peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
     if peak is None:
         log.info("mfu_pct is not reported: the peak of %s with amp %s is unknown", name, amp)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vesuvius.accelerator import choose_device, memory_info, properties, reserved_bytes
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.loader.resident import RESIDENT_SHARE, ram_limit
@@ -45,7 +46,7 @@ from vesuvius.training.forecast.memory_plan import (
     plan_memory,
 )
 from vesuvius.training.step.optimizer import num_saved_copies
-from vesuvius.training.step.setup import build_meta_network, choose_device, resolve_amp
+from vesuvius.training.step.setup import build_meta_network, resolve_amp
 from vesuvius.training.validation.pictures import PREVIEWED
 
 _MIB = 2**20
@@ -114,8 +115,8 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
     """
     if device.type == "cpu":
         return ram_limit(config.monitor.ram_limit_gib).total_bytes // num_local_ranks(config)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return min(free_bytes + torch.cuda.memory_reserved(device) + CONTEXT_BYTES, total_bytes)
+    free_bytes, total_bytes = memory_info(device)
+    return min(free_bytes + reserved_bytes(device) + CONTEXT_BYTES, total_bytes)
 
 
 def resolve_micro_batch(
@@ -129,7 +130,7 @@ def resolve_micro_batch(
         return config, []
     device = choose_device()
     available_bytes = device_memory_bytes(config, device) if available_bytes is None else available_bytes
-    found = fit_micro_batch(config, available_bytes, device.type == "cuda" if gpu is None else gpu)
+    found = fit_micro_batch(config, available_bytes, device.type != "cpu" if gpu is None else gpu)
     return found.config, [found.line]
 
 
@@ -221,7 +222,7 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
     if vram_gib is not None:
         size = int(vram_gib * GIB)
         return RunPlan(config, data, ram, limit, step, size, size, _NOT_HERE)
-    gpu, free = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)[0]
+    gpu, free = properties(device), memory_info(device)[0]
     return RunPlan(config, data, ram, limit, step, gpu.total_memory, free, gpu.name)
 
 
@@ -268,7 +269,7 @@ def num_local_ranks(config: Config) -> int:
     ranks = config.training.ranks
     if config.cluster.address is not None:
         return 1
-    return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
+    return max(torch.accelerator.device_count(), 1) if ranks == "auto" else ranks
 
 
 def _reading(config: Config, data: PreparedData) -> dict[str, int]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from vesuvius.accelerator import choose_device, synchronize
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.config.describe import CHANGES_TRAINING
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
-from vesuvius.loader.device import synchronize
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.files import free_disk_bytes, nearest_existing
 from vesuvius.runlog.run_dir import run_dir
@@ -38,7 +38,6 @@ from vesuvius.training.step.setup import (
     AmpMode,
     autocast,
     build_meta_network,
-    choose_device,
     parameter_count,
     resolve_amp,
     uses_channels_last,
@@ -182,7 +181,7 @@ def _time_line(config: Config, plan: RunPlan, steps: int) -> str:
     step_s = step_range_s(flops, device, config.training)
     of_step = " to ".join(format_duration(s) for s in step_s)
     of_run = " to ".join(format_duration(s * steps) for s in step_s)
-    place = "GPU" if device.type == "cuda" else "CPU"
+    place = "CPU" if device.type == "cpu" else "GPU"
     return f"time       {compute}, about {of_step} on this {place}: {of_run} for {steps} steps if data loading keeps up"
 
 

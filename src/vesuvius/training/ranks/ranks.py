@@ -153,7 +153,7 @@ class Ranks:
 
         gloo alone would wait for a live but absent rank until its timeout.  Raises RankError.
         """
-        began, on_gpu = time.monotonic(), torch.cuda.is_available()
+        began, on_gpu = time.monotonic(), torch.accelerator.is_available()
         while not (on_gpu or work.is_completed()):
             if self.failure is not None:
                 raise self.failure

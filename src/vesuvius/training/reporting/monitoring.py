@@ -108,7 +108,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             directory,
             run.session.limits,
             Watcher(os.getpid(), gpus=gpus),
-            partial(read_vram, device) if device.type == "cuda" else None,
+            partial(read_vram, device) if device.type != "cpu" else None,
             gpu_uuid=gpu_uuid(device),
             sample_every_s=monitor.sample_every_s,
             guard=monitor.guard,

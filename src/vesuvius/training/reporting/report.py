@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.accelerator import properties, reserved_bytes
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, StepTimes
@@ -300,6 +301,4 @@ class StepReporter:
     def _vram(self) -> tuple[int, int] | None:
         """Bytes reserved by torch, and total."""
         device = self._run.device
-        if device.type != "cuda":
-            return None
-        return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        return (reserved_bytes(device), properties(device).total_memory) if device.type != "cpu" else None

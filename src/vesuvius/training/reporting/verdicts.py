@@ -186,7 +186,7 @@ def _knobs(run: RunContext, stream: PatchStream, memory_is_short: bool) -> Knobs
         **{name: getattr(run.config.training, name) for name in _SWITCHES},
         compile=is_compiled(run.config.training, run.device),
         channels_last=uses_channels_last(run.config.training, run.device),
-        on_gpu=run.device.type == "cuda",
+        on_gpu=run.device.type != "cpu",
         workers=options.num_processes,
         reader_threads=options.num_threads,
         prefetch_factor=options.prefetch_factor,

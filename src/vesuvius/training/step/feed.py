@@ -100,7 +100,7 @@ class TrainingFeed:
     def _prefetch_noise(self, first: int) -> Future[Tensor]:
         """Draw the noise of the batch that starts at sample `first`; the stream guarantees that it comes next."""
         indices = first + self._feed.job.world_size * np.arange(self._feed.options.batch_size)
-        return self._drawer.submit(self._draw, indices, pinned=self._feed.device.type == "cuda")
+        return self._drawer.submit(self._draw, indices, pinned=self._feed.device.type != "cpu")
 
     def _assemble(self, batch: PatchBatch, stored: Batch, eps: Tensor) -> TrainingBatch:
         condition = self._conditioner(batch.label, [sample.volume for sample in batch.samples])

@@ -17,13 +17,6 @@ from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 AmpMode = Literal["off", "bf16", "fp16"]
 
 
-def choose_device(local_rank: int = 0) -> torch.device:
-    """The GPU of this rank if there is one, otherwise the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count()) if local_rank else torch.device("cuda")
-
-
 def configure_kernels(device: torch.device, config: TrainingConfig) -> None:
     """Set which GPU kernels torch may choose.  Call it before anything runs on the device."""
     if device.type != "cuda":

@@ -52,7 +52,7 @@ class PendingOutcome:
     def __init__(self, scalars: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
         figures = torch.cat([torch.stack([scalar.float() for scalar in scalars]), *losses])
         self._figures = figures
-        if figures.is_cuda:
+        if figures.device.type != "cpu":
             self._figures = torch.empty(figures.shape, pin_memory=True)
             self._figures.copy_(figures, non_blocking=True)
 
