@@ -141,7 +141,7 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
         assert "Traceback" not in said
         assert "unsafe" not in said
     assert evaluates("shown", *good, "--out", tmp_path / "there") == 2
-    assert "already exists; choose another folder" in capsys.readouterr().err
+    assert "already exists; choose another --out" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     with pytest.raises(SystemExit):
         evaluates("shown", "--count", 3)

@@ -321,9 +321,9 @@ REFUSED = {
         "--mask has no effect without --inpaint",
     ),
     "options of patches": (
-        ("--shape", "12,24,24", "--overwrite"),
+        ("--shape", "12,24,24", "--count", "2"),
         2,
-        "--overwrite applies to patches only",
+        "--count applies to patches only",
     ),
 }
 

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     from vesuvius.generate.sampling import SampleRequest
 
     common = sampling_of(arguments, arguments.run, arguments.training_volume)
-    asked = SampleRequest(**common, count=arguments.count, out=None, overwrite=False)
+    asked = SampleRequest(**common, count=arguments.count, out=None)
     said = shlex.join(["vesuvius", "evaluate", *argv])
     with Progress("evaluating") as progress:
         folder, text = evaluate(

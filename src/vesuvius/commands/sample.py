@@ -38,7 +38,6 @@ KEYS = {
 }
 """The config key that each option sets, and its meaning."""
 _OF_VOLUMES = ("overlap", "workers", "cluster", "rounds")
-_OF_PATCHES = ("count", "overwrite")
 
 
 @as_command
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
     volume |= arguments.condition is not None
     if volume and out is None:
         parser.error("--out is missing; add --out NAME.zarr, or --out FOLDER for pairs of scan and labels")
-    others = _OF_PATCHES if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
+    others = ("count",) if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
     if given := [name for name in others if getattr(arguments, name)]:
         of, remedy = ("patches", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
@@ -81,7 +80,6 @@ def _parser() -> Parser:
         "--out", type=full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
     )
     more = parser.add_argument_group("more options")
-    more.add_argument("--overwrite", action="store_true", help="replace existing samples")
     index = "training volume whose intensities and condition are used (default: 0, the first)"
     more.add_argument("--volume", type=natural, default=0, metavar="N", help=index)
     add_sampling(parser, more)
@@ -163,7 +161,7 @@ def box(text: str) -> Box:
 def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.sampling import SampleRequest, generate_samples  # imports torch
 
-    request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out, overwrite=arguments.overwrite)
+    request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out)
     with Progress("sampling") as progress:
         text = generate_samples(request, progress.update)
     say(text)

@@ -77,26 +77,17 @@ def cast_intensities(intensities: NDArray[Any], dtype: np.dtype[Any]) -> NDArray
     return intensities.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
 
 
-def check_target(out: Path, overwrite: bool) -> None:
-    """Raise ConfigError if `out` exists, unless `overwrite` is set and it holds only samples."""
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise ConfigError(f"{out} already exists; choose another --out, or add --overwrite")
-    ours = {SAMPLES, CONDITIONS, MONTAGE}
-    if not out.is_dir() or out.is_symlink() or {entry.name for entry in out.iterdir()} - ours:
-        raise ConfigError(
-            f"{out} holds files other than samples, which --overwrite does not replace; choose another --out, or move "
-            "it away"
-        )
+def check_target(out: Path) -> None:
+    """Raise ConfigError if `out` exists."""
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} already exists; choose another --out, or delete it")
 
 
 @contextmanager
 def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
-    """Yield a new hidden directory next to `out`; at the end, flush it and rename it to `out`, replacing an existing
-    one.
+    """Yield a new hidden directory next to `out`; at the end, flush it and rename it to `out`.
 
-    After an error `out` is unchanged, and no new files are left.  Raises StorageError; `what` is the noun for messages.
+    After an error no new files are left.  Raises StorageError; `what` is the noun for messages.
     """
     with storage_errors(f"{what} to {out}", "free some space or choose another folder with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,13 +98,9 @@ def atomic_directory(out: Path, what: str = "samples") -> Iterator[Path]:
             yield staged
             for path in (*staged.rglob("*"), staged):
                 flush_to_disk(path)
-            if os.path.lexists(out):
-                out.rename(scratch / "old")
             staged.rename(out)
             flush_to_disk(out.parent)
         except BaseException:
-            if os.path.lexists(scratch / "old") and not os.path.lexists(out):
-                (scratch / "old").rename(out)
             # zarr writes files concurrently and reports the first failure: others may still be created afterwards.
             for _ in range(4):
                 shutil.rmtree(scratch, ignore_errors=True)

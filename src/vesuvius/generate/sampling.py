@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 class SampleRequest(GenerateRequest):
     count: int  # samples to write, indices 0 ... count - 1
     out: Path | None  # directory to write; None = below the run's `samples/`
-    overwrite: bool  # replace existing samples
 
 
 def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
@@ -65,7 +64,7 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
     info = resolve_checkpoint(request)
     request = replace(request, checkpoint=info.checkpoint)
     out = request.out or default_out(request, info)
-    check_target(out, request.overwrite)
+    check_target(out)
     with StopRequest(None) as stop, atomic_directory(out) as staged, translate_gpu_oom(request.batch_size):
         evaluations = _generate_all(request, info, ProgressReporter(stop, on_progress), staged)
     shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume_index].dtype.name

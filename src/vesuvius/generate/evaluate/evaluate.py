@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError
 from vesuvius.generate.common import base_record, check_volume, run_directory
 from vesuvius.generate.evaluate.metrics import COPIES, Comparison, Metric, compare
 from vesuvius.generate.evaluate.patches import RealSource, generated_set, open_generated
-from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory
+from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, atomic_directory, check_target
 from vesuvius.generate.sampling import SampleRequest, default_out, generate_samples
 from vesuvius.plan.make_plan import Split
 from vesuvius.predict.progress import OnProgress
@@ -78,8 +76,8 @@ def evaluate(
     if path is None:
         check_weights(info.checkpoint, asked.weights)
     check_volume(info, asked.volume_index, "--training-volume")
-    if out is not None and os.path.lexists(out):
-        raise ConfigError(f"--out {out} already exists; choose another folder")
+    if out is not None:
+        check_target(out)
     config = info.config
     number = asked.volume_index if config.has_condition or len(config.data.volumes) == 1 else None
     facts, intensity = info.data.volumes[asked.volume_index], info.data.intensities.volumes[asked.volume_index]
