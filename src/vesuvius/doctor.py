@@ -71,8 +71,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A check and its remedy if it hangs."""
-
     name: str
     run: Callable[[], Finding]  # an exception counts as a failure
     if_late: str = "find out what it is waiting for"  # remedy if it hangs

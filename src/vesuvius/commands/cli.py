@@ -222,8 +222,6 @@ def full_path(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an integer of at least `least`."""
-
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
@@ -262,7 +260,6 @@ def lengths(text: str) -> tuple[float, float, float]:
 
 
 def positive_number(text: str) -> float:
-    """Parse a number above 0."""
     if (number := number_from_0(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number

@@ -33,7 +33,6 @@ def report(argv: list[str]) -> int:
 
 @as_command
 def quarantine(argv: list[str]) -> int:
-    """List the chunks that a run could not read, or clear the list.  Returns the exit code."""
     parser = Parser(
         prog="vesuvius quarantine",
         description="List the chunks that a run could not read and replaced with other patches.  The next --resume "

@@ -27,8 +27,6 @@ _OUTRUN_BY = 1.1  # tolerated ratio of a measured rate to what the readers can s
 
 @dataclass(frozen=True)
 class Warmup:
-    """Steps before a measurement."""
-
     least_steps: int  # until kernels are chosen and the batches prefetched at the start are used up
     full_steps: int  # until each region in flight has also been read once
 

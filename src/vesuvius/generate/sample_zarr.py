@@ -78,7 +78,6 @@ def cast_intensities(intensities: NDArray[Any], dtype: np.dtype[Any]) -> NDArray
 
 
 def check_target(out: Path) -> None:
-    """Raise ConfigError if `out` exists."""
     if os.path.lexists(out):
         raise ConfigError(f"{out} already exists; choose another --out, or delete it")
 

@@ -49,8 +49,6 @@ _HEADLINES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a reader or of a run."""
-
     time: float  # when it was noticed, seconds since 1970
     victim: Victim
     pid: int

@@ -29,8 +29,6 @@ KEPT = 120
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory of a run at one time."""
-
     time: float  # seconds since 1970
     step: int  # optimizer steps done
     # used_bytes, shared_bytes: of the run, as in `SystemSample`

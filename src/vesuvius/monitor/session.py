@@ -26,8 +26,6 @@ _SAME_START_S = 0.005
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One session of a run."""
-
     name: str  # of the run
     # host, boot_id: the machine, and which boot of it; empty if unknown
     host: str

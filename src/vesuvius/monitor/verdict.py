@@ -52,8 +52,6 @@ _OTHERS_CROWD = 0.25
 
 @dataclass(frozen=True)
 class Verdict:
-    """The bottleneck of a run."""
-
     kind: Kind
     cause: Cause | None  # None unless data-bound
     evidence: str  # the figures behind it
@@ -75,7 +73,6 @@ class Verdict:
         return f"Verdict step {step}/{steps} {self.text}"
 
     def record(self) -> dict[str, Any]:
-        """Record for metrics.jsonl, unrounded."""
         words: dict[str, Any] = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
         words |= {"overrides": list(self.overrides), "advice": self.advice, "other_s": self.window.other_s}
         return words | self.window.shares | asdict(self.window)

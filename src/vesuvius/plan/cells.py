@@ -26,8 +26,6 @@ _PHASES_AVERAGED = 16  # evenly spaced
 
 @dataclass(frozen=True)
 class AxisCells:
-    """Cells along one axis."""
-
     # first, count: the starts first <= s < first + count
     first: int
     count: int
@@ -57,8 +55,6 @@ class AxisCells:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells of a volume."""
-
     axes: tuple[AxisCells, AxisCells, AxisCells]
 
     @cached_property

@@ -48,7 +48,6 @@ class BlockGrid:
 
     @property
     def block_grid(self) -> Triple:
-        """Number of blocks along each axis."""
         return grid_shape(self.shape_zyx, self.block_zyx)
 
     @property

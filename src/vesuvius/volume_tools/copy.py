@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """The arguments of a copy."""
-
     source: ArrayConfig
     out: Path  # a name that ends in .zarr
     start_zyx: Triple = (0, 0, 0)

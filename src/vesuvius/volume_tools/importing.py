@@ -38,8 +38,6 @@ _MAP_BYTES = 2**26  # mapped at once: what was written there counts as memory of
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """The arguments of an import."""
-
     source: str
     out: Path  # a name that ends in .zarr
     select: tuple[int, ...] = ()

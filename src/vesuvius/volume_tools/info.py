@@ -60,8 +60,6 @@ class LevelFacts:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Number of stored chunks."""
-
     present: int | None  # None if unknown
     total: int
     unit: Literal["chunks", "shards"]  # what is counted; shards if the sidecar counts them

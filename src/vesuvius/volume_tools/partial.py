@@ -238,7 +238,6 @@ class PartialCopy:
         return [(channel,) for channel in range(self.plan.channels)] or [()]
 
     def _file(self, level: int, index: tuple[int, ...]) -> Path:
-        """The file of a chunk or shard."""
         return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, index))
 
 
@@ -322,7 +321,6 @@ def _codec_for(dtype: np.dtype[Any]) -> Blosc:
 
 
 def disk_errors(out: Path) -> AbstractContextManager[None]:
-    """Raise an OSError of the body as a StorageError."""
     remedy = "finished chunks are kept: free some space and run the same command again, or choose another disk"
     return storage_errors(str(out), remedy)
 
@@ -331,7 +329,6 @@ def disk_errors(out: Path) -> AbstractContextManager[None]:
 
 
 def check_name(out: Path) -> None:
-    """Raise ConfigError if the name does not end in .zarr."""
     if out.suffix != ".zarr":
         raise ConfigError(f"The name {out} does not end in .zarr; add the ending")
 
@@ -342,12 +339,10 @@ def attribute(kind: str) -> str:
 
 
 def partial_path(out: Path) -> Path:
-    """The path of an unfinished volume."""
     return out.with_name(f"{out.name}.partial")
 
 
 def has_partial(out: Path, kind: str = COPY) -> bool:
-    """Whether there is an unfinished volume to resume."""
     return (partial_path(out) / f"{kind}.json").exists()
 
 

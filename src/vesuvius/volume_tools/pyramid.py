@@ -46,11 +46,9 @@ class Pyramid:
 
     @property
     def chunk_count(self) -> int:
-        """Chunks of all levels."""
         return sum(map(math.prod, self.counts))
 
     def box_of(self, level: int, chunk: Triple) -> Box:
-        """The voxels of a chunk."""
         return chunk_box(chunk, self.chunk_zyx, self.shapes[level])
 
 

@@ -49,8 +49,6 @@ Task = tuple[list[int], list[Triple]]
 
 @dataclass(frozen=True)
 class BrokenChunk:
-    """An unreadable chunk."""
-
     chunk: Triple
     key: str  # of the object that holds it
     cause: str

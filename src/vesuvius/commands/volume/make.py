@@ -148,7 +148,6 @@ def _add_labels(parser: argparse.ArgumentParser) -> None:
 
 
 def _dtype(text: str) -> np.dtype[Any]:
-    """Parse a dtype of voxels."""
     try:
         dtype = np.dtype(text)
     except Exception:  # numpy parses whole expressions

@@ -21,7 +21,6 @@ _STORE = StoreConfig()
 
 
 def add_source(parser: Parser, metavar: str, meaning: str) -> None:
-    """Add the arguments that name a level of a volume."""
     parser.add_argument("path", metavar=metavar, help=meaning)
     levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
     parser.add_argument("--level", type=level, default={}, help=levels)
@@ -31,12 +30,10 @@ def add_source(parser: Parser, metavar: str, meaning: str) -> None:
 
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
-    """Return the level that the arguments name."""
     return ArrayConfig(path=arguments.path, select=arguments.select, **arguments.level)
 
 
 def add_store(parser: Parser) -> None:
-    """Add the options for reading from stores."""
     stores = parser.add_argument_group("reading from stores")
     stores.add_argument(
         "--requests",
@@ -59,7 +56,6 @@ def add_store(parser: Parser) -> None:
 
 
 def store_of(arguments: argparse.Namespace) -> StoreConfig:
-    """Return the options for reading from stores."""
     return StoreConfig(
         requests=arguments.requests,
         outage_minutes=arguments.outage_minutes,

@@ -59,8 +59,6 @@ class State:
 
 
 class SamplingRunner(TaskRunner):
-    """Runs the tasks of sampling on the files in `folder` (state/)."""
-
     def __init__(self, job: SamplingJob, folder: Path, evaluate: Evaluate) -> None:
         super().__init__(job)
         self._sampling, self._folder, self._evaluate = job, folder, evaluate
@@ -89,7 +87,6 @@ class SamplingRunner(TaskRunner):
         )
 
     def write_block(self, step: int, block: int, active: bool = True) -> None:
-        """Write the next state of a block."""
         job, box = self._sampling, self._job.tiling.block_box(block)
         here, there = (State(self._folder, job.tiling, each) for each in (step, step + 1))
 

@@ -37,8 +37,6 @@ _MONITOR_LATE_S = 15.0
 
 
 class Part(NamedTuple):
-    """Memory of one part of a run."""
-
     part: str  # "root" (the trainer), "workers" (all), "worker" (one), "others", "store", "total" or "vram"
     name: str  # for people
     pid: int | None  # of a reader
@@ -48,8 +46,6 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of an inspection."""
-
     time: float  # of the inspection, seconds since 1970
     what: Literal["run", "machine"]
     name: str  # of the run or the machine, for people

@@ -20,8 +20,6 @@ _EXIT_HOLD_S = 3.0  # a shorter peak above exit_at is ignored
 
 @dataclass(frozen=True)
 class LoopStatus:
-    """State of the training loop, for the monitor."""
-
     step: int = 0  # optimizer steps done
     step_s: float = 0.0  # longest recent step
     # private memory of each reader by pid, as last reported; includes readers on other machines

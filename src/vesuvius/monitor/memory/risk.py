@@ -164,8 +164,6 @@ class Exhaustion:
 
 @dataclass(frozen=True)
 class Risk:
-    """Risk at one sample."""
-
     level: Level
     reason: str  # for people
     # first those reached within ten minutes at the present growth, by time; then the others, by bytes left

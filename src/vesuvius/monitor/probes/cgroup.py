@@ -37,8 +37,6 @@ class CgroupLevel:
 
 @dataclass(frozen=True)
 class CgroupUse:
-    """The cgroup of a process."""
-
     path: str  # of the cgroup in the hierarchy that holds the memory controller
     # anon_bytes, shmem_bytes, file_bytes: private memory, shared memory and page cache, including descendants
     anon_bytes: int

@@ -26,8 +26,6 @@ _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One process."""
-
     pid: int
     parent: int  # its pid
     name: str  # title as shown by `ps`, at most 60 characters, e.g. `ray::MapWorker(...)`

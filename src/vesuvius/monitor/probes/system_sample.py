@@ -56,8 +56,6 @@ def read_machine() -> MachineUse:
 
 @dataclass(frozen=True)
 class SystemSample:
-    """State of a run at one time."""
-
     time: float  # seconds since 1970
     processes: tuple[ProcessUse, ...]  # the root of the run and all its descendants, including Ray's
     shared_bytes: int  # shared memory (Ray's object store, volumes kept in memory), counted once
@@ -115,8 +113,6 @@ def sample_system(pid: int, gpus: Gpus | None = None, tree: ProcessTree | None =
 
 @dataclass(frozen=True)
 class Rates:
-    """CPU use between two samples."""
-
     core_busy: tuple[float, ...]  # busy share of each core, 0 to 1
     # by pid, cores used (CPU seconds per second), for processes in both samples
     process_cores: Mapping[int, float]

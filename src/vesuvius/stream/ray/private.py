@@ -120,7 +120,6 @@ def data_threads() -> list[tuple[threading.Thread, bool]]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute within the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -118,7 +118,6 @@ class Segment:
         return len(self._ends) - bisect_right(self._ends, self._blocks)
 
     def ends_soon(self) -> bool:
-        """Whether the next segment should start."""
         now = time.monotonic()
         self._began = self._began or now
         tasks_done = len(self._ends) - self.tasks_left

@@ -81,8 +81,6 @@ class ReaderJob:
 
 @dataclass(frozen=True)
 class Region:
-    """A region that was read."""
-
     visit: Visit
     voxels: list[NDArray[Any]]  # (Z, Y, X) of each array
     report: BlockReport | None = None  # None if nothing was read
@@ -305,7 +303,6 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
 
 
 def aligned(size: int, to: int = 64) -> int:
-    """Round a number of bytes up."""
     return -(-size // to) * to
 
 

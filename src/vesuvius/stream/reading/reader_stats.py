@@ -48,8 +48,6 @@ class BlockReport:
 
 @dataclass
 class ReaderStats:
-    """Statistics of one reader process."""
-
     node: str = ""  # `node_name` of its machine
     # private memory, and its peak; None if unknown (not Linux)
     rss_anon_bytes: int | None = None

@@ -197,7 +197,6 @@ def describe(shape: Sequence[int], dtype: object) -> str:
 
 
 def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
-    """Open a file that contains only voxels."""
     there, due = file.stat().st_size, math.prod(shape_zyx) * dtype.itemsize
     if there != due:
         problem = f"it has {there} bytes, but {describe(shape_zyx, dtype)} needs {due}"

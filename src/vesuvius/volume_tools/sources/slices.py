@@ -189,7 +189,6 @@ def _png_header(file: Path) -> tuple[tuple[int, ...], np.dtype[Any], str]:
 
 
 def _voxel_size(file: Path, tiff: Any) -> Geometry:
-    """The voxel size in OME-XML or ImageJ metadata."""
     try:
         if tiff.is_ome:
             pixels = ElementTree.fromstring(tiff.ome_metadata).find(".//{*}Pixels")

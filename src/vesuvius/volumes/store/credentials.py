@@ -34,8 +34,6 @@ _UNSIGNED = {"skip_signature": True}
 
 
 class Signing(NamedTuple):
-    """How the requests of a store are signed."""
-
     words: str  # the credentials, or those that were looked for; for messages
     options: dict[str, Any]  # for obstore's store
     headers: Mapping[str, str] = {}  # of each request; dropped on a redirect to another host or port
