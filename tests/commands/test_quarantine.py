@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,6 @@ def test_cleared_chunks_are_read_again_by_the_next_resume(
     assert listed[0] == f"run tiny: {len(kept)} damaged region{'s' * (len(kept) > 1)} in quarantine"
     assert len(listed) == 1 + len(kept)
     assert all(str(volume) in line and "chunk [1, 1, 1]: " in line for line in listed[1:])
-    assert quarantine(["tiny", "--json"]) == 0
-    assert [found["number"] for found in json.loads(capsys.readouterr().out)] == [0] * len(kept)
 
     assert quarantine(["tiny", "--clear"]) == 0
     assert "cleared; the next --resume reads them again" in capsys.readouterr().out

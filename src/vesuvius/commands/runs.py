@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 
 from vesuvius.commands.cli import Parser, as_command, full_path, say
@@ -40,9 +39,7 @@ def quarantine(argv: list[str]) -> int:
         examples=("vesuvius quarantine demo", "vesuvius quarantine demo --clear"),
     )
     parser.add_argument("run", metavar="RUN", help="run directory, or the name of a run below runs/")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--clear", action="store_true", help="let the next --resume read all of them again")
-    what.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--clear", action="store_true", help="let the next --resume read all of them again")
     args = parser.parse_args(argv)
     run = find_run(args.run)
     from vesuvius.stream.reading.reading_log import remove_logs  # these import numpy
@@ -52,9 +49,7 @@ def quarantine(argv: list[str]) -> int:
     path = run / "quarantine.jsonl"
     records = read_quarantine(path)
     count = format_count(len(records), "damaged region")
-    if args.json:
-        say(json.dumps(records, indent=2))
-    elif args.clear:
+    if args.clear:
         if records:
             with storage_errors(f"the run directory {run}", "free some space"):
                 clear_quarantine(path)
