@@ -31,17 +31,10 @@ def add_info(commands: Commands) -> None:
         examples=("vesuvius volume info scroll.zarr --level 1", "vesuvius volume info scroll.zarr labels.zarr"),
     )
     add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
-    info.add_argument(
-        "other",
-        type=array,
-        nargs="?",
-        metavar="OTHER",
-        help="show only how this array (PATH, PATH@LEVEL or PATH@7.91um), e.g. labels, aligns with PATH; exit code 6 "
-        "if it does not",
-    )
-    info.add_argument(
-        "--boxes", type=natural, default=16, help="number of boxes to sample intensities from (default: 16)"
-    )
+    other = "show only how this array (PATH, PATH@LEVEL or PATH@7.91um) aligns with PATH; exit code 6 if it does not"
+    info.add_argument("other", type=array, nargs="?", metavar="OTHER", help=other)
+    boxes = "number of boxes to sample intensities from (default: 16)"
+    info.add_argument("--boxes", type=natural, default=16, help=boxes)
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
     info.set_defaults(run=_info)
@@ -78,10 +71,9 @@ def add_occupancy(commands: Commands) -> None:
         examples=("vesuvius volume occupancy scroll.zarr", "vesuvius volume occupancy s3://b/s.zarr --out s.npz"),
     )
     add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3://, gs:// or az://")
+    out = "file to write instead; required for an address"
+    occupancy.add_argument("--out", type=full_path, metavar="FILE", help=out)
     occupancy.set_defaults(run=_occupancy)
-    occupancy.add_argument(
-        "--out", type=full_path, metavar="FILE", help="file to write instead; required for an address"
-    )
 
 
 def _occupancy(arguments: argparse.Namespace) -> int:
@@ -101,13 +93,9 @@ def add_verify(commands: Commands) -> None:
         examples=("vesuvius volume verify scroll.zarr --processes 8",),
     )
     add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
-    verify.add_argument(
-        "--processes",
-        type=positive,
-        default=min(4, os.cpu_count() or 1),
-        metavar="N",
-        help="processes that read and decode (default: number of cores, at most 4)",
-    )
+    processes = "processes that read and decode (default: number of cores, at most 4)"
+    count = min(4, os.cpu_count() or 1)
+    verify.add_argument("--processes", type=positive, default=count, metavar="N", help=processes)
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
     add_store(verify)

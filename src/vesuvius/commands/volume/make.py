@@ -35,13 +35,8 @@ def add_synth(commands: Commands) -> None:
         examples=("vesuvius volume synth volumes/scroll.zarr --shape 256,512,512 --seed 1",),
     )
     synth.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    synth.add_argument(
-        "--shape",
-        type=triple(MIN_SIZE_VOXELS, "256,512,512"),
-        default=(256, 512, 512),
-        metavar="Z,Y,X",
-        help="size in voxels (default: 256,512,512)",
-    )
+    size, shape = triple(MIN_SIZE_VOXELS, "256,512,512"), "size in voxels (default: 256,512,512)"
+    synth.add_argument("--shape", type=size, default=(256, 512, 512), metavar="Z,Y,X", help=shape)
     synth.add_argument("--seed", type=natural, default=0, help="seed of the scroll (default: 0)")
     synth.add_argument("--chunk", type=natural, default=128, help="chunk size in voxels, even (default: 128)")
     synth.set_defaults(run=_synth)
@@ -67,14 +62,11 @@ def add_copy(commands: Commands) -> None:
     )
     add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     copy.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    copy.add_argument(
-        "--start", type=triple(0, "0,128,128"), default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)"
-    )
-    size = triple(1, "72,136,136")
+    start, size = triple(0, "0,128,128"), triple(1, "72,136,136")
+    copy.add_argument("--start", type=start, default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)")
     copy.add_argument("--size", type=size, metavar="Z,Y,X", help="size of the box in voxels (default: to the end)")
-    copy.add_argument(
-        "--levels", type=natural, default=1, help="levels to write, each averaging 2x2x2 voxels (default: 1)"
-    )
+    levels = "levels to write, each averaging 2x2x2 voxels (default: 1)"
+    copy.add_argument("--levels", type=natural, default=1, help=levels)
     _add_labels(copy)
     add_store(copy)
     copy.set_defaults(run=_copy)
@@ -82,12 +74,7 @@ def add_copy(commands: Commands) -> None:
 
 def _copy(arguments: argparse.Namespace) -> int:
     request = CopyRequest(
-        source=source_of(arguments),
-        out=arguments.out,
-        start_zyx=arguments.start,
-        size_zyx=arguments.size,
-        levels=arguments.levels,
-        labels=arguments.labels,
+        source_of(arguments), arguments.out, arguments.start, arguments.size, arguments.levels, arguments.labels
     )
 
     def tell(stats: CopyStats) -> None:
@@ -112,32 +99,19 @@ def add_import(commands: Commands) -> None:
         epilog="exit code 6: the source cannot be read",
         examples=("vesuvius volume import slices/ scroll.zarr --voxel-size-um 7.91,7.91,7.91",),
     )
-    importer.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="folder of TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET; or "
-        "raw voxels with --shape and --dtype",
-    )
+    formats = "TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET"
+    source = f"folder of {formats}; or raw voxels with --shape and --dtype"
+    importer.add_argument("source", metavar="SOURCE", help=source)
     importer.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    importer.add_argument(
-        "--select",
-        type=naturals,
-        default=(),
-        metavar="I,...",
-        help="index for each axis (longer than 1) other than z, y, x, such as channel, time and color",
-    )
-    importer.add_argument(
-        "--shape", type=triple(1, "1024,2048,2048"), metavar="Z,Y,X", help="size of a raw file in voxels"
-    )
+    select = "index for each axis (longer than 1) other than z, y, x, such as channel, time and color"
+    importer.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
+    shape = triple(1, "1024,2048,2048")
+    importer.add_argument("--shape", type=shape, metavar="Z,Y,X", help="size of a raw file in voxels")
     importer.add_argument("--dtype", type=_dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
-    importer.add_argument(
-        "--voxel-size-um", type=lengths, metavar="Z,Y,X", help="voxel size (default: from the source)"
-    )
-    importer.add_argument(
-        "--levels",
-        type=natural,
-        help="levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)",
-    )
+    voxel = "voxel size (default: from the source)"
+    importer.add_argument("--voxel-size-um", type=lengths, metavar="Z,Y,X", help=voxel)
+    levels = "levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)"
+    importer.add_argument("--levels", type=natural, help=levels)
     _add_labels(importer)
     importer.set_defaults(run=_import)
 

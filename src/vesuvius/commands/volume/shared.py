@@ -24,9 +24,8 @@ def add_source(parser: Parser, metavar: str, meaning: str) -> None:
     parser.add_argument("path", metavar=metavar, help=meaning)
     levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
     parser.add_argument("--level", type=level, default={}, help=levels)
-    parser.add_argument(
-        "--select", type=naturals, default=(), metavar="I,...", help="index for each axis other than z, y, x"
-    )
+    select = "index for each axis other than z, y, x"
+    parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
 
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
@@ -35,31 +34,18 @@ def source_of(arguments: argparse.Namespace) -> ArrayConfig:
 
 def add_store(parser: Parser) -> None:
     stores = parser.add_argument_group("reading from stores")
-    stores.add_argument(
-        "--requests",
-        type=positive,
-        default=_STORE.requests,
-        help=f"requests in flight per process (default: {_STORE.requests})",
-    )
-    stores.add_argument(
-        "--outage-minutes",
-        type=number_from_0,
-        default=_STORE.outage_minutes,
-        metavar="M",
-        help=f"how long to retry if the network or server is down (default: {_STORE.outage_minutes:g})",
-    )
-    stores.add_argument(
-        "--forbidden-is-absent",
-        action="store_true",
-        help="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing",
-    )
+    count, minutes = _STORE.requests, _STORE.outage_minutes
+    requests = f"requests in flight per process (default: {count})"
+    stores.add_argument("--requests", type=positive, default=count, help=requests)
+    outage = f"how long to retry if the network or server is down (default: {minutes:g})"
+    stores.add_argument("--outage-minutes", type=number_from_0, default=minutes, metavar="M", help=outage)
+    forbidden = "treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
+    stores.add_argument("--forbidden-is-absent", action="store_true", help=forbidden)
 
 
 def store_of(arguments: argparse.Namespace) -> StoreConfig:
     return StoreConfig(
-        requests=arguments.requests,
-        outage_minutes=arguments.outage_minutes,
-        forbidden_is_absent=arguments.forbidden_is_absent,
+        **{name: getattr(arguments, name) for name in ("requests", "outage_minutes", "forbidden_is_absent")}
     )
 
 
