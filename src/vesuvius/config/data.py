@@ -30,8 +30,7 @@ class ArrayConfig(Section):
         description="picks the level with voxels of this size, in micrometers, within 2 %: one number, or z, y, x",
     )
     select: tuple[NonNegativeInt, ...] = Field(
-        default=(),
-        description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array",
+        default=(), description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
     )
     transform: PathText | None = Field(
         default=None,
@@ -228,8 +227,7 @@ class DataConfig(Section):
         description="K, patches cut from each region read; null = 1 to 128, by region size; 1 = one region per patch",
     )
     regions_in_flight: PositiveInt | None = Field(
-        default=None,
-        description="M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit",
+        default=None, description="M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit"
     )
     min_foreground: float = Field(
         default=0.0,

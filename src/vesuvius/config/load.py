@@ -19,16 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vesuvius.config import Config
-from vesuvius.config.describe import (
-    KeyPath,
-    dotted,
-    explain,
-    iter_keys,
-    schema_at,
-    show,
-    to_yaml,
-    to_yaml_block,
-)
+from vesuvius.config.describe import KeyPath, dotted, explain, iter_keys, schema_at, show, to_yaml, to_yaml_block
 from vesuvius.config.patterns import located, match_volumes
 from vesuvius.config.section import Location
 from vesuvius.config.yaml_source import Lines, find_comment, read_yaml

@@ -16,8 +16,7 @@ class ModelConfig(Section):
 
     channels: tuple[PositiveInt, ...] = Field((128, 256, 512), min_length=1, description="of each level, finest first")
     strides: tuple[SizeZYX, ...] | None = Field(
-        None,
-        description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each",
+        None, description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each"
     )
     blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
     stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
@@ -76,8 +75,7 @@ class TrainingConfig(Section):
         "x ranks",
     )
     ranks: PositiveInt | Literal["auto"] = Field(
-        1,
-        description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun",
+        1, description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun"
     )
     workers: NonNegativeInt = Field(
         2, description="Ray worker processes per rank; 0 = threads of the trainer, one per core"

@@ -12,14 +12,7 @@ import numpy as np
 import torch
 
 from vesuvius.accelerator import choose_device
-from vesuvius.config import (
-    ArrayConfig,
-    AugmentConfig,
-    DataConfig,
-    NormalizeConfig,
-    ValidationConfig,
-    VolumeConfig,
-)
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, NormalizeConfig, ValidationConfig, VolumeConfig
 from vesuvius.config.load import read_config, read_volumes
 from vesuvius.config.patterns import NAME, match_volumes
 from vesuvius.config.section import natural

@@ -53,12 +53,7 @@ class Inputs:
     """The opened arrays of a volume, staged in a folder.  Boxes are in voxels of the box that is predicted."""
 
     def __init__(
-        self,
-        channels: Sequence[ArrayConfig],
-        ranges: Ranges,
-        mask: ArrayConfig | None,
-        box: Any,
-        folder: Path,
+        self, channels: Sequence[ArrayConfig], ranges: Ranges, mask: ArrayConfig | None, box: Any, folder: Path
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError if the box is not inside all channels."""
         self.ranges = ranges

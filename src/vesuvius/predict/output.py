@@ -66,11 +66,7 @@ class Output:
 
 
 def make_output(
-    channels: int,
-    activation: str | None,
-    threshold: float | None,
-    kept: Sequence[int] | None,
-    dtype: Any,
+    channels: int, activation: str | None, threshold: float | None, kept: Sequence[int] | None, dtype: Any
 ) -> Output:
     """Check the arguments of a prediction for a network with this many channels.  Raises ConfigError."""
     if activation not in _ACTIVATIONS:

@@ -167,9 +167,7 @@ def predict_volume(
 
 
 def predict(
-    request: PredictRequest,
-    on_progress: OnProgress = lambda what, done, total: None,
-    stop: StopRequest | None = None,
+    request: PredictRequest, on_progress: OnProgress = lambda what, done, total: None, stop: StopRequest | None = None
 ) -> Prediction:
     """Predict a volume as `predict_volume`, with the same errors; VesuviusError if a stop is requested."""
     started, progress = time.monotonic(), ProgressReporter(stop, on_progress, resumable=True, name="prediction")

@@ -19,16 +19,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volumes.box import (
-    Box,
-    box_at,
-    chunk_box,
-    chunk_ranges,
-    grid_shape,
-    intersection,
-    slices,
-    triple,
-)
+from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, grid_shape, intersection, slices, triple
 
 Window = Literal["sin4", "gaussian", "linear", "constant", "crop"]
 """Weight of a tile along each axis, largest in its middle; `crop` takes each voxel from the tile with the nearest

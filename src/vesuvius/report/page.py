@@ -197,10 +197,7 @@ def write_page(folder: Path, name: str, html: str) -> None:
 
 
 def render_html(
-    reports: Sequence[RunReport],
-    made: str,
-    pictures: Sequence[Picture] = (),
-    comparison: RunReport | None = None,
+    reports: Sequence[RunReport], made: str, pictures: Sequence[Picture] = (), comparison: RunReport | None = None
 ) -> str:
     """Render the page (below 2 MB for up to eight runs), without secrets.  Reads the preview pictures of the runs.
 

@@ -105,11 +105,7 @@ def copy_box(
 
 
 def _fill(
-    target: PartialCopy,
-    volume: Volume,
-    stats: CopyStats,
-    on_progress: Callable[[CopyStats], None],
-    started: float,
+    target: PartialCopy, volume: Volume, stats: CopyStats, on_progress: Callable[[CopyStats], None], started: float
 ) -> None:
     """Write all levels and count chunks."""
     corner = stats.source_box[0]

@@ -143,10 +143,7 @@ class Volume:
         return found
 
     def read(
-        self,
-        box: Box,
-        out: NDArray[Any] | None = None,
-        before: Callable[[Triple], None] = lambda chunk: None,
+        self, box: Box, out: NDArray[Any] | None = None, before: Callable[[Triple], None] = lambda chunk: None
     ) -> NDArray[Any]:
         """Read and decode a box into `out`; absent chunks have the fill value.  Blocks and retries during an outage.
 

@@ -24,13 +24,7 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, storage_errors
-from vesuvius.generate.common import (
-    GenerateRequest,
-    Network,
-    base_record,
-    resolve_checkpoint,
-    translate_gpu_oom,
-)
+from vesuvius.generate.common import GenerateRequest, Network, base_record, resolve_checkpoint, translate_gpu_oom
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.generate.volume import steps
 from vesuvius.generate.volume.inputs import InputConfig, Inputs

@@ -77,13 +77,7 @@ def paged(
 
 
 def contiguous(
-    file: Path,
-    names: str,
-    shape: Sequence[int],
-    dtype: Any,
-    start: int,
-    gzip_at: int | None = None,
-    last: bool = True,
+    file: Path, names: str, shape: Sequence[int], dtype: Any, start: int, gzip_at: int | None = None, last: bool = True
 ) -> Stored:
     """An array stored contiguously from byte `start` of a file, or of the gzip stream at byte `gzip_at`.
 
