@@ -41,6 +41,7 @@ from vesuvius.generate import common
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
+from vesuvius.training.checkpoint.trained import Denoiser
 from vesuvius.volumes.volume import open_volume
 
 
@@ -227,6 +228,33 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
         "another volume, not the same one"
     )
     assert "guide_sha256 null (was " in capsys.readouterr().err
+
+
+@in_plain
+def test_a_network_is_compiled_only_if_its_evaluations_pay_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def opened(*arguments: Any) -> Denoiser:
+        compiled.append(arguments[-1])
+        return Denoiser(*arguments[:-1], compiled=False)
+
+    monkeypatch.setattr(common, "Denoiser", opened)
+    monkeypatch.setattr(common, "WORTH_COMPILING", 6)
+    one_worker = ("--workers", 1, "--shape")
+    asked: dict[str, tuple[object, ...]] = {  # in three steps, of one and two patches or tiles
+        "one": ("--count", 1),
+        "two": ("--count", 2),
+        "one.zarr": (*one_worker, "8,16,16"),
+        "two.zarr": (*one_worker, "8,16,28"),
+    }
+    drawn(tmp_path / "on_cpu", *asked["two"])
+    assert compiled == [False], "training.compile=auto is off on a CPU"
+    monkeypatch.setattr(common, "is_compiled", lambda *_: True)
+    for name, options in asked.items():
+        drawn(tmp_path / name, *options)
+    assert compiled[1:] == [False, True, False, True]
 
 
 @pytest.mark.long

@@ -32,9 +32,13 @@ from vesuvius.training.checkpoint.trained import (
 )
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
-from vesuvius.training.step.setup import build_meta_network, uses_channels_last
+from vesuvius.training.step.setup import build_meta_network, is_compiled, uses_channels_last
 
 log = logging.getLogger(__name__)
+
+WORTH_COMPILING = 10_000
+"""Evaluations of a patch from which on compiling the network takes less time than it saves: 30 to 60 s, against about
+5 ms of memory traffic for a patch of the full model on an A100.  Estimated, not measured."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +130,21 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
 class Network:
     """The trained network of a request whose `checkpoint` is a directory, its schedule and its conditions."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, evaluations: int) -> None:
+        """Load it, compiled (`training.compile`) if that pays for this number of evaluations of a patch."""
         self.info = read_checkpoint_info(request.checkpoint, request.overrides)
         self.device = choose_device()
         config, data = self.info.config, self.info.data
+        compiled = is_compiled(config.training, self.device)
+        if compiled:
+            compiled = evaluations >= WORTH_COMPILING
+            how = "is compiled first, for a minute" if compiled else "is not compiled"
+            log.info("The network %s: %d evaluations of a patch, worth it from %d", how, evaluations, WORTH_COMPILING)
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
-        self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
+        arguments = request.weights, self.schedule, self.device, compiled
+        self.denoiser = Denoiser(self.info, *arguments)
         guide = request.guide and read_checkpoint_info(request.guide, request.overrides)
-        self.guide = Denoiser(guide, request.weights, self.schedule, self.device) if guide else None
+        self.guide = Denoiser(guide, *arguments) if guide else None
         if problem := cudnn_problem(self.device, self.denoiser.amp, uses_channels_last(config.training, self.device)):
             log.warning("Sampling will be slow: %s", problem)
         check_kernels(config, request.batch_size, self.device, self.denoiser.amp, backward=False)

@@ -77,7 +77,8 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
 
 def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: ProgressReporter, directory: Path) -> int:
     """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
-    config, network, every = info.config, Network(request), range(request.count)
+    config, every = info.config, range(request.count)
+    network = Network(request, request.count * config.diffusion.sampler_steps)
     volume, intensity = info.data.volumes[request.volume_index], info.data.intensities.volumes[request.volume_index]
     scale = Scale.of_patch(config.data.patch_size, volume.voxel_size_um)
     log.info(

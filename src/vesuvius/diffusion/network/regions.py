@@ -16,8 +16,8 @@ from vesuvius.errors import one_line
 
 log = logging.getLogger(__name__)
 
-# Distinct blocks of a network, times the micro-batch sizes tried after running out of memory.  torch's limit of 8 is
-# below the 15 blocks of the default network.
+# Distinct blocks of a network, times the sizes of micro-batches tried after running out of memory, or of batches in
+# validations, previews and samples.  torch's limit of 8 is below the 15 blocks of the default network.
 _MOST_VARIANTS = 256
 
 
@@ -25,11 +25,16 @@ def call_eager(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return block(*arguments)
 
 
-class CompiledRegions:
-    """Runs blocks compiled if a gradient is needed, else eagerly: sampling and validation have other shapes.
+def _call_inference(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return block(*arguments)
 
-    If compilation fails, warns once and continues eagerly.  `recompute_norm` has the same effect as in eager mode:
-    torch's checkpoint tells the partitioner to keep only the input of each norm.
+
+class CompiledRegions:
+    """Runs blocks compiled: those of training steps, and with other code those without gradients.
+
+    If compilation fails, warns once and continues eagerly; training stays compiled if only inference fails.
+    `recompute_norm` has the same effect as in eager mode: torch's checkpoint tells the partitioner to keep only the
+    input of each norm.
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -45,19 +50,29 @@ class CompiledRegions:
         # Layout optimization makes inductor copy inputs and weights of 3D convolutions to contiguous order.
         torch._inductor.config.layout_optimization = False
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
-        self._compiled: Any = torch.compile(call_eager, backend=backend, fullgraph=True, dynamic=False)
-        self.failure = ""  # why blocks are no longer compiled
+        # torch counts variants by function: shapes of inference must not use up those of training.
+        self._compiled: dict[bool, Any] = {
+            gradients: torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+            for gradients, call in ((True, call_eager), (False, _call_inference))
+        }
+        self.failure = ""  # why blocks of training steps are no longer compiled
 
     def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        if not self.failure and torch.is_grad_enabled():
+        gradients = torch.is_grad_enabled()
+        if gradients in self._compiled:
             try:
-                out: Tensor = self._compiled(block, *arguments)
+                out: Tensor = self._compiled[gradients](block, *arguments)
                 return out
             except self._failures as error:
-                self._compiled, self.failure = None, one_line(error, 300)
-                log.warning(
-                    "torch.compile failed: %s; training continues without it, with slower steps; set "
-                    "training.compile=false to skip the attempt",
-                    self.failure,
-                )
+                reason = one_line(error, 300)
+                self._compiled.pop(False, None)
+                if not gradients:
+                    log.warning("torch.compile failed: %s; inference continues without it, slower", reason)
+                else:
+                    self._compiled, self.failure = {}, reason
+                    log.warning(
+                        "torch.compile failed: %s; training continues without it, with slower steps; set "
+                        "training.compile=false to skip the attempt",
+                        reason,
+                    )
         return call_eager(block, *arguments)

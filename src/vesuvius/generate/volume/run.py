@@ -102,7 +102,8 @@ def forecast_volume(request: VolumeRequest) -> str:
     with prepared(request) as volume, translate_gpu_oom(request.batch_size), one_thread():
         job, active, workers = volume.job, volume.active_blocks(), volume.workers
         disk = volume.check_space(active)
-        evaluate, x = _evaluate_by(Network(volume.request), job), torch.zeros(job.batch_size, 1, *job.tiling.patch_zyx)
+        network = Network(volume.request, evaluations=0)
+        evaluate, x = _evaluate_by(network, job), torch.zeros(job.batch_size, 1, *job.tiling.patch_zyx)
         for _ in range(2):  # the first call is warm-up
             started = time.monotonic()
             evaluate(0, x, None).sum().item()
@@ -312,4 +313,4 @@ def _evaluate_by(network: Network, job: SamplingJob) -> steps.Evaluate:
 
 
 def _open_runner(job: SamplingJob, folder: Path, request: GenerateRequest) -> SamplingRunner:
-    return SamplingRunner(job, folder, _evaluate_by(Network(request), job))
+    return SamplingRunner(job, folder, _evaluate_by(Network(request, job.steps * job.tiling.tiles), job))

@@ -157,11 +157,13 @@ class CheckpointInfo:
 class Denoiser:
     """A trained network on a device, as a `Denoise`."""
 
-    def __init__(self, info: CheckpointInfo, weights: str, schedule: Schedule, device: torch.device) -> None:
+    def __init__(
+        self, info: CheckpointInfo, weights: str, schedule: Schedule, device: torch.device, compiled: bool
+    ) -> None:
         """Raises like `load_weights`, and StorageError if the weights belong to another network."""
         self._device, self._schedule = device, schedule
         self.amp: AmpMode = resolve_amp(info.config.training.amp, device)
-        self.network = build_network(info.config, device).eval()
+        self.network = build_network(info.config.with_training(compile=compiled), device).eval()
         self.parameters = parameter_count(self.network)
         found = load_weights(info.checkpoint, weights)
         try:

@@ -208,7 +208,8 @@ class TrainStep:
 
     def denoiser(self, weights: str) -> Denoise:
         """Prediction function with one of `weight_names`, without gradients."""
-        parameters: dict[str, Tensor] = dict(self.network.named_parameters())
+        # Detached, so that blocks compiled for one set of weights serve all.
+        parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
         if weights != "raw":
             parameters = self.averages[weights].weights
 
