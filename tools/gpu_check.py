@@ -63,7 +63,7 @@ try:
     from vesuvius.errors import ConfigError
     from vesuvius.training.forecast.memory_plan import largest_batch, peak_flops_s
     from vesuvius.training.step import setup
-    from vesuvius.training.step.setup import is_compiled, resolve_amp, uses_channels_last
+    from vesuvius.training.step.setup import execution, is_compiled, resolve_amp, uses_channels_last
 except ModuleNotFoundError as missing:
     package = {"yaml": "pyyaml"}.get(missing.name or "", missing.name)
     print(f"gpu_check cannot start: {missing}; run: python -m pip install {package}", file=sys.stderr)
@@ -169,7 +169,7 @@ def default_setting(bench: Bench) -> Setting:
     return Setting(
         compile=is_compiled(training, gpu),
         channels_last=uses_channels_last(training, gpu),
-        recompute_norm=training.recompute_norm,
+        recompute_norm=execution(training).recompute_norm,
         train_batch_size=training.train_batch_size,
         accumulate_steps=training.accumulate_steps,
         optimizer=training.optimizer,

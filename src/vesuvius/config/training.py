@@ -91,8 +91,10 @@ class TrainingConfig(Section):
     channels_last: bool | Literal["auto"] = Field(
         "auto", description="weights and activations in channels_last_3d memory order; auto = on a GPU in 16 bits"
     )
-    recompute_norm: bool = Field(
-        True, description="recompute norms and SiLU in the backward pass instead of storing them; same results"
+    recompute_norm: bool | Literal["auto"] = Field(
+        "auto",
+        description="recompute norms and SiLU in the backward pass instead of storing them; same results; auto = "
+        "unless a GPU has memory to store them",
     )
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
         (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"

@@ -63,11 +63,13 @@ def vram_left() -> int:
 
 def with_micro_batch(config: Config) -> Config:
     """The config with the number that a run would choose now for `training.train_batch_size: auto`."""
+    if config.training.train_batch_size != "auto":
+        return config
     available_bytes = None
-    if choose_device().type != "cpu" and config.training.train_batch_size == "auto":
+    if choose_device().type != "cpu":
         total_bytes, used_bytes = _vram()
         available_bytes = total_bytes - used_bytes
-    return resolve_micro_batch(config, available_bytes)[0]
+    return config.with_micro_batch(resolve_micro_batch(config, available_bytes)[0].training.micro_batch)
 
 
 def _vram() -> tuple[int, int]:

@@ -39,7 +39,12 @@ from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.start import is_finished, restore
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
-from vesuvius.training.forecast.plan import device_memory_bytes, gpu_memory_error, resolve_micro_batch
+from vesuvius.training.forecast.plan import (
+    depends_on_memory,
+    device_memory_bytes,
+    gpu_memory_error,
+    resolve_micro_batch,
+)
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import startup_lines
 from vesuvius.training.loop import TrainingLoop
@@ -117,6 +122,7 @@ def _begin(
     Returns the config with `auto` replaced by numbers, and an exit code if the run is finished or was stopped early.
     """
     config, resume, chosen = request.config, request.resume, list[str]()
+    can_halve = config.training.train_batch_size == "auto"
     directory = RunDir(request.directory) if request.directory else run_dir(config)
     # The only rank left of several also waits for the previous session's lock.
     lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
@@ -128,8 +134,8 @@ def _begin(
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
         if not isinstance(checked, int):
-            config = _check_kernels(config, ranks, bool(chosen), stop.raise_if_requested)
-            checked = replace(checked, can_halve=bool(chosen))
+            config = _check_kernels(config, ranks, can_halve, stop.raise_if_requested)
+            checked = replace(checked, can_halve=can_halve)
     except StoppedError:
         log.info("stopped before the run began")
         assert stop.exit_code is not None
@@ -175,9 +181,10 @@ def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config,
 
 def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
     """On rank 0, the config with a micro-batch that fits the device of every rank, and a log line."""
-    if config.training.train_batch_size != "auto":
+    device = choose_device(ranks.local_rank)
+    if not depends_on_memory(config.training, device.type != "cpu"):
         return config, []
-    return resolve_micro_batch(config, ranks.reduce_min(device_memory_bytes(config, choose_device(ranks.local_rank))))
+    return resolve_micro_batch(config, ranks.reduce_min(device_memory_bytes(config, device)))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:

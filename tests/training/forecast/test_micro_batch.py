@@ -54,6 +54,31 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
     assert found.step.vram_bytes > alone.step.vram_bytes
 
 
+def test_norms_are_stored_if_the_step_of_the_same_micro_batch_fits_with_them() -> None:
+    """Wrong programs make the micro-batch smaller for it, ignore an explicit value, or apply it on a CPU."""
+    explicit = ("training.train_batch_size=6", "training.accumulate_steps=2", "training.amp=bf16")
+    config = small(*explicit)
+    bytes_of = {
+        recompute: plan_memory(config.with_training(recompute_norm=recompute)).vram_bytes for recompute in (True, False)
+    }
+    assert bytes_of[False] > bytes_of[True]
+    for needed, recompute in ((bytes_of[False], False), (bytes_of[True], True), (2**20, True)):
+        room = int(needed / VRAM_SHARE) + 2
+        found, (line,) = resolve_micro_batch(config, room, gpu=True)
+        assert found == config.with_training(recompute_norm=recompute)
+        assert ("with norms stored" in line) != recompute
+        assert ("too little" in line) == (room < bytes_of[True])
+        for asked in (True, False):
+            given = config.with_training(recompute_norm=asked)
+            assert resolve_micro_batch(given, room, gpu=True) == (given, [])
+    room = int(bytes_of[False] / VRAM_SHARE) + 2
+    auto = small(*AUTO)
+    assert resolve_micro_batch(auto, room, gpu=True)[0].training.train_batch_size == (
+        resolve_micro_batch(auto.with_training(recompute_norm=True), room, gpu=True)[0].training.train_batch_size
+    )
+    assert resolve_micro_batch(config, room, gpu=False) == (config, [])
+
+
 def test_memory_of_other_programs_is_excluded_and_an_explicit_micro_batch_is_not_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

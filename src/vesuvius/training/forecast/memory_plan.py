@@ -53,7 +53,7 @@ _CPU_FRAGMENTATION = 0.5
 # The caching allocator's segments of 2 MiB and more have unused holes.  Assumed, not measured.
 _FRAGMENTATION = 0.05
 # Keys of `training` and `data` that determine memory and operations of a step, as they are.
-_STEP_KEYS = ("recompute_norm", "checkpoint_levels", "deterministic", "optimizer")
+_STEP_KEYS = ("checkpoint_levels", "deterministic", "optimizer")
 _DATA_KEYS = ("patch_size", "condition_classes", "augment")
 
 _aten = torch.ops.aten
@@ -176,6 +176,7 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
         channels_last=uses_channels_last(training.model_copy(update={"amp": amp}), planned_for),
         accumulate_steps=min(training.accumulate_steps, 2),
         extra_ema_decays=tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
+        recompute_norm=execution(training).recompute_norm,
         **{key: getattr(training, key) for key in _STEP_KEYS},
     )
     volume = VolumeConfig(path="any", condition=ArrayConfig(path="any") if config.has_condition else None)

@@ -80,7 +80,7 @@ _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 class MicroBatchFit:
     """A chosen micro-batch, its planned step and a log line."""
 
-    config: Config  # `auto` replaced by numbers
+    config: Config  # `auto` replaced
     step: MemoryPlan
     fits: bool
     line: str
@@ -89,23 +89,37 @@ class MicroBatchFit:
 def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBatchFit:
     """Choose the largest divisor of a rank's share of the effective batch whose step fits; 1 if none does.
 
+    An explicit micro-batch is kept.  On a GPU, `recompute_norm: auto` becomes false if that step fits as well.
     Takes seconds for a new network.  Raises ConfigError: a tensor of one patch has 2^31 elements.
 
     `available_bytes` is as from `device_memory_bytes`, `gpu` whether this is GPU memory, here or elsewhere.
     """
-    patches = config.training.micro_batch * config.training.accumulate_steps
-    largest = max(min(patches, max_indexable_batch(config)), 1)
-    for size in (size for size in range(largest, 0, -1) if patches % size == 0):
-        chosen = config.with_micro_batch(size)
+
+    def plan(chosen: Config) -> tuple[MemoryPlan, int]:
         # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
-        planned = chosen if config.training.ranks == 1 else chosen.with_training(accumulate_steps=2)
-        step = plan_memory(planned, amp=None if gpu else resolve_amp(config.training.amp, torch.device("cpu")))
-        need_bytes = step.vram_bytes if gpu else step.ram_bytes
-        if fits := need_bytes <= (VRAM_SHARE if gpu else _RAM_SHARE) * available_bytes:
+        planned = chosen if training.ranks == 1 else chosen.with_training(accumulate_steps=2)
+        step = plan_memory(planned, amp=None if gpu else resolve_amp(training.amp, torch.device("cpu")))
+        return step, step.vram_bytes if gpu else step.ram_bytes
+
+    training, most_bytes = config.training, (VRAM_SHARE if gpu else _RAM_SHARE) * available_bytes
+    patches, micro_batches = training.micro_batch * training.accumulate_steps, [training.micro_batch]
+    if training.train_batch_size == "auto":
+        largest = max(min(patches, max_indexable_batch(config)), 1)
+        micro_batches = [size for size in range(largest, 0, -1) if patches % size == 0]
+    for size in micro_batches:
+        chosen = config.with_micro_batch(size)
+        step, need_bytes = plan(chosen)
+        if fits := need_bytes <= most_bytes:
             break
+    norms = ""
+    if gpu and training.recompute_norm == "auto":
+        chosen, storing = (chosen.with_training(recompute_norm=recompute) for recompute in (True, False))
+        stored, stored_bytes = plan(storing)
+        if stored_bytes <= most_bytes:
+            chosen, step, need_bytes, norms = storing, stored, stored_bytes, " with norms stored"
     sizes, room = f"{size} x {chosen.training.accumulate_steps}", format_size(available_bytes)
-    none = "" if fits else ", too little for even one patch"
-    line = f"micro-batch {sizes}: {format_size(need_bytes)} of {room} by the memory plan{none}"
+    none = "" if fits else ", too little" + (" for even one patch" if size == 1 else "")
+    line = f"micro-batch {sizes}{norms}: {format_size(need_bytes)} of {room} by the memory plan{none}"
     return MicroBatchFit(chosen, step, fits, line)
 
 
@@ -119,18 +133,24 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
     return min(free_bytes + reserved_bytes(device) + CONTEXT_BYTES, total_bytes)
 
 
+def depends_on_memory(training: TrainingConfig, gpu: bool) -> bool:
+    """Whether `resolve_micro_batch` has an `auto` to replace.  Pure."""
+    return training.train_batch_size == "auto" or (gpu and training.recompute_norm == "auto")
+
+
 def resolve_micro_batch(
     config: Config, available_bytes: int | None = None, gpu: bool | None = None
 ) -> tuple[Config, list[str]]:
-    """Replace `auto` by numbers and return a log line; a config without `auto` is returned unchanged.
+    """Replace `auto` and return a log line; a config without `auto` is returned unchanged.
 
     Arguments are those of `fit_micro_batch`; None = this machine's device.
     """
-    if config.training.train_batch_size != "auto":
-        return config, []
     device = choose_device()
+    gpu = device.type != "cpu" if gpu is None else gpu
+    if not depends_on_memory(config.training, gpu):
+        return config, []
     available_bytes = device_memory_bytes(config, device) if available_bytes is None else available_bytes
-    found = fit_micro_batch(config, available_bytes, device.type != "cpu" if gpu is None else gpu)
+    found = fit_micro_batch(config, available_bytes, gpu)
     return found.config, [found.line]
 
 

@@ -32,7 +32,8 @@ def parameter_count(network: nn.Module) -> int:
 
 
 def execution(config: TrainingConfig) -> Execution:
-    return Execution(config.recompute_norm, config.checkpoint_levels)
+    """How the network is computed; `recompute_norm: auto`, if no plan has replaced it, recomputes."""
+    return Execution(config.recompute_norm is not False, config.checkpoint_levels)
 
 
 def build_network(config: Config, device: torch.device) -> UNet:
