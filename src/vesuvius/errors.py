@@ -109,7 +109,7 @@ class RunMovedError(StorageError, OSError):
 
 
 _TRAIN = "boto3 botocore grpc jinja2 matplotlib PIL prometheus_client pyarrow pynvml ray rich safetensors tensorboard"
-_IMPORT = "h5py imagecodecs nibabel pydicom tifffile"
+_IMPORT = "h5py imagecodecs nibabel pydicom tensorstore tifffile"
 _EXTRAS = {"train": _TRAIN.split(), "import": _IMPORT.split()}  # of the distribution: modules that they bring
 
 

@@ -1,4 +1,4 @@
-"""HDF5 is read as its metadata say, and nothing that is missing is read as zeros."""
+"""HDF5 and N5 are read as their metadata say, and nothing that is missing is read as zeros."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import tensorstore
 import zarr
 
 from tests.support import fork_server
@@ -305,11 +306,72 @@ def test_channels_are_where_the_names_say_and_guesses_are_said(
         assert "the axes have no names in the file; 9x2x20x30 voxels are read as C, Z, Y, X" in caplog.text
 
 
-@pytest.mark.parametrize("value", [0, "", "wide", None, [1, 2], [0, 1, 1], [1, float("nan"), 1]])
+def n5(folder: Path, voxels: Voxels, attributes: dict[str, Any], level: str = "s0", groups: Any = ()) -> str:
+    path = folder / "v.n5/setup0" / level
+    about = {"dimensions": voxels.T.shape, "blockSize": [7] * voxels.ndim, "dataType": "uint16"}
+    about |= {"compression": {"type": "gzip"}}
+    spec = {"driver": "n5", "kvstore": {"driver": "file", "path": str(path)}, "metadata": about}
+    tensorstore.open(spec, create=True).result()[...] = voxels.T
+    file = path / "attributes.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | attributes))
+    for place, content in dict(groups).items():
+        (folder / "v.n5" / place / "attributes.json").write_text(json.dumps(content))
+    return f"{folder}/v.n5:/setup0/{level}"
+
+
+COSEM = {"axes": ["z", "c", "y", "x"], "scale": [1, 1, 1, 1], "units": ["nm"] * 4, "translate": [0] * 4}
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"axes": ["x", "y", "c", "z"]},
+        {"axes": [{"name": name.upper()} for name in "xycz"]},
+        {"transform": COSEM},
+        {"transform": COSEM | {"ordering": "F", "axes": COSEM["axes"][::-1]}},
+        {"axes": 7, "transform": COSEM},
+    ],
+)
+def test_names_of_axes_in_n5_decide(tmp_path: Path, attributes: dict[str, Any]) -> None:
+    source = n5(tmp_path, np.stack([SCAN, SCAN + 1], 1), attributes)
+    np.testing.assert_array_equal(opened(source, 1), SCAN + 1)
+
+
+PIXEL = {"pixelResolution": {"unit": "um", "dimensions": [0.5, 0.7, 2.0]}}
+SIZES: dict[str, tuple[dict[str, Any], str, dict[str, Any], tuple[float, ...] | None]] = {
+    "of the dataset": (PIXEL, "s0", {}, (2, 0.7, 0.5)),
+    "with factors": (PIXEL | {"downsamplingFactors": [2, 2, 4]}, "s1", {}, (8, 1.4, 1)),
+    "a plain list": ({"resolution": [500, 700, 2000], "units": ["nm"] * 3}, "s0", {}, (2, 0.7, 0.5)),
+    "of another group": ({"downsamplingFactors": [2, 2, 2]}, "s1", {"setup0": PIXEL}, None),
+    "none": ({}, "s0", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_the_voxel_size_of_n5_counts_downsampling_once(tmp_path: Path, case: str) -> None:
+    attributes, level, groups, size = SIZES[case]
+    (tmp_path / "v.n5/setup0").mkdir(parents=True)
+    found = open_source(n5(tmp_path, SCAN, attributes, level, groups)).geometry.voxel_size_um
+    assert found == (None if size is None else pytest.approx(size))
+
+
+@pytest.mark.parametrize(
+    "value", [0, "", "wide", [], [1, 2], [0, 1, 1], [1, float("nan"), 1], {"a": 1}, [None] * 3, [{}] * 3]
+)
 def test_an_unusable_voxel_size_refuses_nothing(tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    source = n5(tmp_path, SCAN, {"pixelResolution": value, "downsamplingFactors": value, "resolution": value})
+    stored = open_source(source)
+    np.testing.assert_array_equal(read(stored), SCAN)
+    assert stored.geometry.voxel_size_um is None
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file["d"] = SCAN
-        file["d"].attrs["element_size_um"] = h5py.Empty("f4") if value is None else value
+        plain = (
+            value
+            if "f" not in np.asarray(value).dtype.kind + "f" * (np.asarray(value).dtype.kind == "O") or 0
+            else h5py.Empty("f4")
+        )
+        file["d"].attrs["element_size_um"] = plain
+    caplog.clear()
     stored = open_source(f"{tmp_path}/v.h5")
     assert (stored.shape, stored.geometry.voxel_size_um) == (SCAN.shape, None)
     assert "voxel size" in caplog.text
@@ -322,3 +384,36 @@ def test_an_unusable_voxel_size_refuses_nothing(tmp_path: Path, value: Any, capl
         2,
         1,
     ]
+
+
+# ---- N5 folders
+
+
+def test_n5_without_blocks_is_refused_and_with_some_is_read(tmp_path: Path) -> None:
+    source = n5(tmp_path, SCAN, {})
+    path = tmp_path / "v.n5/setup0/s0"
+    blocks = sorted(each for each in path.rglob("*") if each.is_file() and each.name != "attributes.json")
+    blocks.pop().unlink()
+    assert 0 < (opened(source) == 0).mean() < 0.5
+    for block in blocks:
+        block.unlink()
+    with pytest.raises(DataError, match=r"v\.n5/setup0/s0: no block of it is stored"):
+        open_source(source)
+
+
+def test_n5_needs_no_attributes_above_the_dataset(tmp_path: Path) -> None:
+    source = n5(tmp_path, SCAN, {})
+    assert not (tmp_path / "v.n5/attributes.json").exists()
+    for name in (source, source.partition(":")[0], f"{tmp_path}/v.n5/setup0", f"{tmp_path}/v.n5/setup0/s0"):
+        np.testing.assert_array_equal(opened(name), SCAN)
+    n5(tmp_path, SCAN, {}, "s1")
+    for wrong, words in (
+        ("", r"is a group of several datasets; choose one: \S+v.n5:/setup0/s0, \S+v.n5:/setup0/s1$"),
+        (":/setup0", "is a group of several"),
+        (":/setup1/s0", r"it has no dataset /setup1/s0; choose one: \S+v.n5:/setup0/s0"),
+    ):
+        with pytest.raises(DataError, match=words):
+            open_source(f"{tmp_path}/v.n5{wrong}")
+    (tmp_path / "v.n5/setup0/s0/attributes.json").write_text("{")
+    with pytest.raises(DataError, match=r"setup0/s0/attributes.json: it is no JSON"):
+        open_source(source)

@@ -7,6 +7,7 @@ shards are small here, so that there are many, with odd ends; one test has the r
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import struct
@@ -201,6 +202,18 @@ def npy(like: Callable[[Voxels], Voxels]) -> Any:
     return write
 
 
+def n5(folder: Path, voxels: Voxels) -> str:
+    about = {"dimensions": SHAPE[::-1], "blockSize": [16, 8, 10], "dataType": "uint16", "compression": {"type": "gzip"}}
+    store = {"driver": "file", "path": str(folder / "v.n5/setup0/s0")}
+    array = tensorstore.open({"driver": "n5", "kvstore": store, "metadata": about}, create=True).result()
+    array[...] = voxels.T
+    about = json.loads((folder / "v.n5/setup0/s0/attributes.json").read_text())
+    pixel = {"pixelResolution": {"dimensions": [4, 3, 2], "unit": "um"}}
+    (folder / "v.n5/setup0/s0/attributes.json").write_text(json.dumps(about | pixel))
+    (folder / "v.n5/attributes.json").write_text('{"n5": "2.0.0"}')
+    return f"{folder}/v.n5:/setup0/s0"
+
+
 def others(*axes: int) -> Callable[[Voxels], Voxels]:
     """Insert an axis of 3 channels, with the voxels in channel 1, for each given axis."""
 
@@ -288,6 +301,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nrrd, colors first": (nrrd(like=others(3), kinds=["vector", "domain", "domain", "domain"]), {"select": (1,)}),
     "npy": (npy(lambda voxels: voxels), {"dtype": ">u2"}),
     "npy, Fortran order": (npy(np.asfortranarray), {"dtype": "int8"}),
+    "n5": (n5, {"scale": (2, 3, 4), "units": [UM] * 3}),
 }
 
 

@@ -48,8 +48,9 @@ OTHERS: dict[str, tuple[Any, str, str]] = {
     "icechunk": (touch("repo/snapshots/A"), "repo", "it is an icechunk repository; export"),
     "kerchunk": (touch("refs.json"), "refs.json", "if it is a kerchunk reference, export"),
     "precomputed": (touch("em/info"), "em", "it is a precomputed volume of Neuroglancer; export"),
-    "n5": (touch("v.n5/s0/attributes.json"), "v.n5:/s0", "it is an N5 container; copy an array of it"),
-    "a name in slices": (touch("s/1.tif"), "s:/s0", "it has no dataset /s0, but slices; omit it"),
+    "n5 with lz4": (
+        touch("v.n5/attributes.json", b'{"dimensions": [1, 2, 3], "compression": {"type": "lz4"}}'), "v.n5", "with lz4"
+    ),
     "empty folder": (lambda folder: (folder / "none").mkdir(), "none", "it has no .tif"),
     "no array at all": (touch("v.npy", b""), "v.npy", r"v\.npy: EOFError: No data left"),
     "0 slices, npy": (lambda folder: np.save(folder / "v.npy", np.zeros((0, 3, 4))), "v.npy", "its shape is 0x3x4"),

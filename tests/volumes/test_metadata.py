@@ -212,6 +212,11 @@ NO_ZARR: dict[str, tuple[str, bytes, str]] = {
     "a scan": ("v.nii.gz", b"", r"but a file; import it: vesuvius volume import \S+/v\.nii\.gz v\.zarr$"),
     "raw voxels": ("v.raw", b"", r"but a file; import it: .* v\.zarr --shape Z,Y,X --dtype uint16$"),
     "images": ("v/01.TIF", b"II*\0", r"but a folder with 01\.TIF; import it: vesuvius volume import \S+/v v\.zarr$"),
+    "n5": (
+        "v.n5/attributes.json",
+        b"{}",
+        r"but a folder with .*; import it: vesuvius volume import \S+/v\.n5 v\.zarr$",
+    ),
     "other files": ("v/notes.txt", b"", r"but a folder with notes\.txt; set path to the zarr itself"),
     "parent": ("v/scan.zarr/.zarray", b"{}", r"but a folder with scan\.zarr; set path to \S+/v/scan\.zarr$"),
     "a file in it": ("v/.zarray", b"{}", r"but a file; unpack it"),

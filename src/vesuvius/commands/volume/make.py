@@ -92,14 +92,14 @@ def _copy(arguments: argparse.Namespace) -> int:
 def add_import(commands: Commands) -> None:
     importer = commands.add_parser(
         "import",
-        help="convert TIFF or PNG slices, TIFF, HDF5, DICOM, NIfTI, NRRD or npy to OME-Zarr; resumable",
+        help="convert TIFF or PNG slices, TIFF, HDF5, DICOM, NIfTI, NRRD, npy or N5 to OME-Zarr; resumable",
         description="Convert a scan to OME-Zarr 0.5 (zarr v3, 128^3 chunks in 512^3 shards, blosc-zstd) with all "
         "levels, keeping dtype and voxel size.  An interrupted import continues where it stopped; until then, its "
         "name is OUT.zarr.partial.",
         epilog="exit code 6: the source cannot be read",
         examples=("vesuvius volume import slices/ scroll.zarr --voxel-size-um 7.91,7.91,7.91",),
     )
-    formats = "TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET"
+    formats = "TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET, .n5:/DATASET"
     source = f"folder of {formats}; or raw voxels with --shape and --dtype"
     importer.add_argument("source", metavar="SOURCE", help=source)
     importer.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")

@@ -1,13 +1,15 @@
-"""Opens arrays in HDF5."""
+"""Opens arrays in HDF5 and in N5, a folder of chunks."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,8 @@ import numpy as np
 
 from vesuvius.errors import one_line
 from vesuvius.volume_tools.sources.files import Stored, axis_letters, geometry, refuse
+from vesuvius.volumes.box import triple
+from vesuvius.volumes.geometry import VOXELS, Geometry
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +175,87 @@ def _attribute(node: Any, key: str) -> Any:
         return node.attrs.get(key)
     except (*_ABSENT, TypeError):
         return None
+
+
+# ---- N5
+
+
+def open_n5(folder: Path, inside: str) -> Stored:
+    """Open a dataset, which needs a name unless it is the only one; stored (X, Y, Z) unless it names its axes."""
+    path = folder / inside.strip("/")
+    found = list(islice(_n5_datasets(path if path.is_dir() else folder), _LISTED))
+    if len(found) != 1 or not path.is_dir():
+        problem = f"{path} is a group of several datasets" if path.is_dir() and found else f"it has no dataset {inside}"
+        listed = ", ".join(f"{folder}:/{each.relative_to(folder)}" for each in found) or "-"
+        raise refuse(folder, problem, f"choose one: {listed}")
+    (path,) = found
+    about = _attributes(path)
+    data = _tensorstore(path, about)
+    if all(data.shape) and not any(each.is_file() for each in path.glob("/".join(["[0-9]*"] * len(data.shape)))):
+        raise refuse(path, "no block of it is stored", "copy the blocks, or correct the path")
+    data, dtype = data.T, np.dtype(data.dtype.numpy_dtype)
+    names = axis_letters(_n5_names(about), data.shape)
+    unit = _at_once(data.chunk_layout.read_chunk.shape, data.shape, dtype)
+    voxel = _n5_voxel_size(about, names[::-1])
+    files = [path / "attributes.json"]
+    return Stored(files, names, data.shape, dtype, lambda index: data[index].read().result(), unit, voxel)
+
+
+def _attributes(folder: Path) -> dict[str, Any]:
+    file = folder / "attributes.json"
+    try:
+        found = json.loads(file.read_text("utf-8-sig"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise refuse(file, f"it is no JSON ({one_line(error)})", "restore it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _n5_datasets(folder: Path) -> Iterator[Path]:
+    """A folder that is a dataset, else all below it."""
+    if "dimensions" in _attributes(folder):
+        yield folder
+    else:
+        inner = (each for each in sorted(folder.iterdir()) if each.is_dir() and not each.is_symlink())
+        yield from (found for each in inner for found in _n5_datasets(each))
+
+
+def _tensorstore(path: Path, about: dict[str, Any]) -> Any:
+    """Open the dataset in a folder, hiding optional attributes, because tensorstore refuses malformed ones."""
+    codec = about.get("compression")
+    codec = codec.get("type") if isinstance(codec, dict) else codec
+    if codec not in ("raw", "gzip", "bzip2", "xz", "blosc", "zstd"):
+        raise refuse(path, f"tensorstore cannot decode its blocks, compressed with {codec}", "store them with gzip")
+    library = import_module("tensorstore")
+    context, memory = library.Context(), {"driver": "memory", "path": "attributes.json"}
+    needed = {key: about.get(key) for key in ("dimensions", "blockSize", "dataType", "compression")}
+    library.KvStore.open(memory | {"path": ""}, context=context).result()["attributes.json"] = json.dumps(needed)
+    layers = [{"base": {"driver": "file", "path": f"{path.resolve()}/"}}, {"base": memory, "exact": "attributes.json"}]
+    spec = {"driver": "n5", "kvstore": {"driver": "kvstack", "layers": layers}}
+    return library.open(spec, read=True, context=context).result()
+
+
+def _n5_names(about: dict[str, Any]) -> Iterator[Any]:
+    """Possible names of the axes, slowest first: `axes`, fastest first like the dimensions, or `transform` of COSEM."""
+    axes, transform = about.get("axes"), about.get("transform")
+    yield axes[::-1] if isinstance(axes, list | str) else None
+    if isinstance(transform, dict):
+        axes = transform.get("axes")
+        yield axes[::-1] if isinstance(axes, list) and transform.get("ordering") == "F" else axes
+
+
+def _n5_voxel_size(about: dict[str, Any], names: str) -> Geometry:
+    """Voxel size by `pixelResolution` or `resolution`, times `downsamplingFactors`; `names` are fastest first."""
+    pixel = about.get("pixelResolution") or about.get("resolution") or {}
+    described = pixel if isinstance(pixel, dict) else about | {"dimensions": pixel}
+    voxel = geometry(described.get("dimensions"), described.get("unit", described.get("units")), names)
+    factors = about.get("downsamplingFactors")
+    if voxel == VOXELS or factors is None:
+        return voxel
+    return replace(
+        voxel, scale_zyx=triple(np.multiply(voxel.scale_zyx, geometry(factors, None, names).scale_zyx).tolist())
+    )
 
 
 def _at_once(chunks: Sequence[int], shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:

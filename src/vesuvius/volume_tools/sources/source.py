@@ -29,7 +29,6 @@ _FOLDERS = {  # files in a folder: what it is, and what to do
     (".zarray", ".zgroup", ".zattrs", "zarr.json"): (
         "a zarr", "it needs no import: give it to vesuvius as it is, or to `vesuvius volume copy`"
     ),
-    ("attributes.json",): ("an N5 container", "copy an array of it to zarr with the package tensorstore"),
     ("snapshots", "transactions"): ("an icechunk repository", "export an array to zarr with the package icechunk"),
     ("info",): ("a precomputed volume of Neuroglancer", "export it to TIFF slices with the package cloud-volume"),
 }  # fmt: skip
@@ -42,7 +41,7 @@ _OTHERS = {  # endings of files that hold no scan themselves: what to do
 def open_source(
     path: str, select: tuple[int, ...] = (), shape: Triple | None = None, dtype: np.dtype[Any] | None = None
 ) -> Stored:
-    """Open a scan, a file or folder, for HDF5 with `:/dataset`, as an array (Z, Y, X) in native byte order.
+    """Open a scan, a file or folder, for HDF5 and N5 with `:/dataset`, as an array (Z, Y, X) in native byte order.
 
     `select` has an index for each axis longer than 1, in stored order, except z, y and x; `shape` and `dtype` are for a
     file without a header.  Reads headers.  Raises ConfigError: the format is unknown; DataError, also from its `get`:
@@ -93,6 +92,8 @@ def _split(path: str) -> tuple[Path, str]:
 
 def _opened(file: Path, inside: str) -> Stored:
     if file.is_dir():
+        if any(each.suffix.lower() == ".n5" for each in (file, *file.parents)) or (file / "attributes.json").exists():
+            return containers.open_n5(file, inside)
         has_slices = bool(slices.files_in(file))
         if not has_slices and dicom.is_dicom(file):
             return dicom.open_dicom(file, inside)
@@ -100,9 +101,7 @@ def _opened(file: Path, inside: str) -> Stored:
             for names, (kind, remedy) in _FOLDERS.items():
                 if any((folder / name).exists() for folder in (file, file / inside.strip("/")) for name in names):
                     raise refuse(file, f"it is {kind}", remedy)
-        if inside:
-            raise refuse(file, f"it has no dataset {inside}, but slices", "omit it")
-        return slices.open_folder(file)
+        return containers.open_n5(file, inside) if inside else slices.open_folder(file)
     name = file.name.lower()
     if name.endswith((".h5", ".hdf5", ".hdf", ".nxs")):
         return containers.open_hdf5(file, inside)

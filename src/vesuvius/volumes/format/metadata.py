@@ -33,8 +33,8 @@ _MOST_CHUNKS = 2**40  # an occupancy takes a byte per chunk of virtual memory
 _INNER = ("codecs", "index_codecs")  # of a shard
 _ONE_BYTE = ("u1", "i1", "b1", "uint8", "int8", "bool")
 _FILES = ("zarr.json", ".zarray", ".zgroup", ".zattrs")
-_IMPORTABLE = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|raw)$", re.IGNORECASE)
-_SLICES = (".tif", ".tiff", ".png")
+_IMPORTABLE = re.compile(r"\.(tiff?|btf|h5|hdf5?|nxs|nii|nii\.gz|nrrd|nhdr|npy|n5|raw)$", re.IGNORECASE)
+_SLICES = (".tif", ".tiff", ".png", "attributes.json")
 _NAMED = 8  # names that a message lists
 _MAGIC = {
     b"\x1f\x8b": ("gzip data", "store it uncompressed, or have the server send it without Content-Encoding"),
