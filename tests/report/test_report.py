@@ -34,7 +34,6 @@ from tests.support.recorded_runs import (
     write_run,
 )  # fmt: skip
 from vesuvius.commands import runs as command
-from vesuvius.commands.cli import main
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK, ConfigError, VesuviusError
 from vesuvius.monitor.post_mortem import Death, append_death, deaths_of, headline
 from vesuvius.report import records as records_module
@@ -444,12 +443,6 @@ def test_a_long_run_fits_a_small_page(tmp_path: Path, count: int) -> None:
     losses = [record["loss"] for record in metrics if record["kind"] == "step"]
     assert f"{count} of 100000" in page.text
     assert f"to {max(losses):#.3g}".removesuffix(".") in page.text
-
-
-def test_a_report_of_no_run_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["report"])
-    assert "the following arguments are required: RUN" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

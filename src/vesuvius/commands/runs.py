@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
+from itertools import pairwise
 
-from vesuvius.commands.cli import Parser, as_command, full_path, say
-from vesuvius.errors import EXIT_OK, storage_errors
+from vesuvius.commands.cli import Parser, as_command, full_path, natural, say
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
+
+_PORT = 8642
 
 
 @as_command
@@ -16,18 +20,35 @@ def report(argv: list[str]) -> int:
         prog="vesuvius report",
         description="Write one or more runs, finished or in progress, as a self-contained HTML page: "
         "verdict, time, losses, memory, events, previews, config.",
-        examples=("vesuvius report demo", "vesuvius report demo other-run --out comparison"),
+        examples=("vesuvius report demo --serve", "vesuvius report demo other-run --out comparison"),
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or the name of a run below runs/")
     parser.add_argument(
         "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
     )
-    args = parser.parse_intermixed_args(argv)
+    parser.add_argument(
+        "--serve", type=natural, nargs="?", const=_PORT, metavar="PORT",
+        help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
+    )  # fmt: skip
+    # Without a number after it, `--serve` would take the name of a run as its port.
+    numbered = pairwise([*argv, ""])
+    with_port = [f"--serve={_PORT}" if each == "--serve" and not then.isdecimal() else each for each, then in numbered]
+    args = parser.parse_intermixed_args(with_port)
+    if args.out is not None and args.serve is not None:
+        parser.error("--out writes a page and --serve serves one; give only one of them")
     runs = [find_run(text) for text in args.runs]
     from vesuvius.report.model import write_report  # imports numpy and matplotlib
+    from vesuvius.report.serve import HOST, LivePage, open_server
 
-    say(str(write_report(runs, args.out, shlex.join(["vesuvius", "report", *argv])) / "report.html"))
-    return EXIT_OK
+    command = shlex.join(["vesuvius", "report", *argv])
+    if args.serve is None:
+        say(str(write_report(runs, args.out, command) / "report.html"))
+        return EXIT_OK
+    with open_server(LivePage(runs, command), args.serve) as server:
+        say(f"http://{HOST}:{server.server_port}/ (Ctrl-C to stop)")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return EXIT_INTERRUPTED
 
 
 @as_command

@@ -17,7 +17,7 @@ from vesuvius.report import page
 from vesuvius.report.charts import build_charts, split_time
 from vesuvius.report.curves import Chart
 from vesuvius.report.page import NOT_KNOWN, PARTS_NOTE, Bar, Bars, RunReport, Table, filled
-from vesuvius.report.records import Column, RunRecords, figure, read_run
+from vesuvius.report.records import GONE, Column, RunRecords, figure, read_run
 from vesuvius.runlog.records import Record, naming_wrong_values
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
@@ -50,10 +50,12 @@ def read_report(run: Path) -> RunReport:
         return build(read_run(run))
 
 
-def page_of(reports: Sequence[RunReport], command: str) -> str:
+def page_of(reports: Sequence[RunReport], command: str, refresh_s: int = 0) -> str:
     names = [report.name for report in reports]
     reports = [replace(r, name=f"{r.name} ({r.directory})") if names.count(r.name) > 1 else r for r in reports]
-    return page.render_html(reports, page.made_by(command), (), comparison(reports) if len(reports) > 1 else None)
+    return page.render_html(
+        reports, page.made_by(command), (), comparison(reports) if len(reports) > 1 else None, refresh_s
+    )
 
 
 def comparison(reports: Sequence[RunReport]) -> RunReport:
@@ -123,6 +125,8 @@ def _headline(records: RunRecords) -> tuple[str, Literal["good", "bad", ""], tup
     if verdicts:
         bottleneck = verdict_words(verdicts[-1], has_gpu=bool(records.environment.get("gpus")))
     tune = (run.tune_command,) if verdicts and verdicts[-1].get("overrides") else ()
+    if state == GONE:
+        return f"The directory {records.path} no longer exists: the run was {GONE}", "bad", ()
     if state.startswith("died"):
         return f"Died at step {steps} ({state[6:]}). Last verdict: {bottleneck}", "bad", (resume,)
     if code in (EXIT_STOPPED, EXIT_INTERRUPTED):

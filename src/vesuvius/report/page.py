@@ -197,11 +197,15 @@ def write_page(folder: Path, name: str, html: str) -> None:
 
 
 def render_html(
-    reports: Sequence[RunReport], made: str, pictures: Sequence[Picture] = (), comparison: RunReport | None = None
+    reports: Sequence[RunReport],
+    made: str,
+    pictures: Sequence[Picture] = (),
+    comparison: RunReport | None = None,
+    refresh_s: int = 0,
 ) -> str:
     """Render the page (below 2 MB for up to eight runs), without secrets.  Reads the preview pictures of the runs.
 
-    `pictures` come in addition; the `comparison` of several runs comes first.
+    `pictures` come in addition; the `comparison` of several runs comes first.  A browser reloads it after `refresh_s`.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -217,6 +221,7 @@ def render_html(
         reports=[(each, [draw(thinned(chart, points)) for chart in each.charts]) for each in every],
         made=redact(made),
         pictures=[(redact(each.caption), each.data and base64.b64encode(each.data).decode()) for each in shown],
+        refresh_s=refresh_s,
     )
 
 

@@ -28,6 +28,9 @@ from vesuvius.runlog.records import Record, is_repeated, iter_records, parse_rec
 
 Column = NDArray[np.float64]
 
+GONE = "deleted or moved"
+"""State of a run whose directory no longer exists."""
+
 STEP_FIELDS = (
     "step", "steps", "time", "step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s",
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
@@ -84,7 +87,7 @@ class RunRecords:
     config: Mapping[str, Any]  # the resolved config as plain data; empty if it cannot be read
     config_text: str
     environment: Mapping[str, Any]
-    state: str  # `running`, `died: CAUSE`, `ended with exit code 0: CAUSE`, ...
+    state: str  # `running`, `died: CAUSE`, `ended with exit code 0: CAUSE`, `GONE`, ...
     exit_code: int | None  # of the last session; None unless it has ended
 
     def of_kind(self, kind: str) -> list[Record]:
@@ -138,7 +141,7 @@ def read_run(path: Path) -> RunRecords:
     return RunRecords(
         path, columns, peaks, first, np.arange(len(first)) >= since, changed, system.records, ranks, others, sessions,
         deaths, _config(config_text), config_text, env,
-        _state(session, sessions, deaths), session.exit_code if session else None,
+        _state(session, sessions, deaths) if path.is_dir() else GONE, session.exit_code if session else None,
     )  # fmt: skip
 
 
