@@ -11,6 +11,7 @@ import shutil
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import StorageError, VesuviusError
 from vesuvius.generate.volume.inputs import InputConfig
-from vesuvius.generate.volume.picture import generate_held_out
+from vesuvius.generate.volume.picture import check_picture, generate_held_out
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, prepared, state_bytes
 from vesuvius.loader.patch_loader import PatchLoader
 from vesuvius.predict.progress import OnProgress
@@ -77,6 +78,7 @@ def test_a_volume_is_a_pyramid_in_the_training_intensities(
     np.testing.assert_array_equal(voxels(out, 1), downsample_mean(voxels(out)))
     assert {path.name for path in tmp_path.iterdir()} == {"big.zarr", "big.png"}, "no state is left"
     assert np.asarray(Image.open(tmp_path / "big.png")).std() > 10
+    check_picture(SimpleNamespace(out=tmp_path / "deleted.zarr"), tmp_path / "big.png")  # type: ignore[arg-type]
     attributes = json.loads((out / ".zattrs").read_text())
     assert attributes["vesuvius_drawing"]["shape_zyx"] == list(SHAPE)
     assert [dataset["path"] for dataset in attributes["multiscales"][0]["datasets"]] == ["0", "1"]

@@ -9,12 +9,12 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 
-from vesuvius.commands.cli import full_path, natural, positive, say
+from vesuvius.commands.cli import full_path, natural, positive, say, triple
 from vesuvius.commands.sample import array
 from vesuvius.commands.volume.shared import Commands, add_source, add_store, print_facts, source_of, store_of
 from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.runlog.progress import Progress
-from vesuvius.volume_tools.info import describe_volume, make_sidecar
+from vesuvius.volume_tools.info import BOX_ZYX, describe_volume, make_sidecar
 from vesuvius.volume_tools.verify import VerifyStats, verify_volume
 from vesuvius.volumes.alignment import align, describe_geometry
 from vesuvius.volumes.volume import open_volume
@@ -33,6 +33,9 @@ def add_info(commands: Commands) -> None:
     add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
     other = "show only how this array (PATH, PATH@LEVEL or PATH@7.91um) aligns with PATH; exit code 6 if it does not"
     info.add_argument("other", type=array, nargs="?", metavar="OTHER", help=other)
+    size = ",".join(map(str, BOX_ZYX))
+    patch = f"size of a box in voxels (default: {size})"
+    info.add_argument("--patch", type=triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=patch)
     boxes = "number of boxes to sample intensities from (default: 16)"
     info.add_argument("--boxes", type=natural, default=16, help=boxes)
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
@@ -54,7 +57,9 @@ def _info(arguments: argparse.Namespace) -> int:
             }
     else:
         with redirect_stdout(sys.stderr):  # only the result goes to stdout
-            found_facts = describe_volume(source_of(arguments), listing=arguments.list, num_boxes=arguments.boxes)
+            found_facts = describe_volume(
+                source_of(arguments), listing=arguments.list, num_boxes=arguments.boxes, box_zyx=arguments.patch
+            )
         facts = asdict(found_facts)
         if not arguments.json:
             del facts["chosen"]  # also listed among the levels

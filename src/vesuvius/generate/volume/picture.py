@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
+from PIL import Image, PngImagePlugin
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
@@ -27,12 +29,16 @@ from vesuvius.volumes.volume import open_volume
 
 _LONGEST = 512  # pixels along an axis; of larger volumes a coarser level is shown
 _CHARTS_PX = 220
+_SOFTWARE = "vesuvius sample"  # in the metadata of the picture
 _WIDTH_PX = 256  # small volumes are magnified to about this
 
 
 def check_picture(request: VolumeRequest, picture: Path) -> None:
-    """Raise ConfigError if the picture of a volume that is not there yet would replace a file."""
+    """Raise ConfigError if the picture of a volume that is not there yet would replace a file of another kind."""
     if picture.exists() and not request.out.exists() and not partial_path(request.out).exists():
+        with suppress(OSError), Image.open(picture) as found:
+            if found.info.get("Software") == _SOFTWARE:
+                return
         raise ConfigError(
             f"{picture} exists and would be replaced by a picture of the volume; move it away, or choose another --out"
         )
@@ -68,7 +74,9 @@ def draw_volume_picture(request: VolumeRequest, picture: Path, real: ArrayConfig
             textures[cell.caption] = measure_texture(_patches_of(voxels, info.config.data.patch_size))
         drawn = with_charts(drawn, textures, intensity, _CHARTS_PX)
     with storage_errors(f"the picture {picture}", "the volume is complete; run the command again for the picture"):
-        drawn.save(picture)
+        marked = PngImagePlugin.PngInfo()
+        marked.add_text("Software", _SOFTWARE)
+        drawn.save(picture, pnginfo=marked)
 
 
 def draw_prediction(volume: ArrayConfig, box: Box | None, prediction: Path, picture: Path) -> None:
