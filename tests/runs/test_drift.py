@@ -92,8 +92,16 @@ EFFECTS = [
     ("training.lr=1.0001e-3", "learning rate: 0.00065 in step 12, 0.00055232 instead of 0.00055226 in step 13"),
     ("training.lr=2e-3", "learning rate: 0.00065 in step 12, 0.0011 instead of 0.00055 in step 13"),
     ("training.lr_schedule=constant", "learning rate: 0.00065 in step 12, 0.001 instead of 0.00055 in step 13"),
-    ("training.accumulate_steps=4", "effective batch: 4 samples per step until now, 8 from now on"),
-    ("training.train_batch_size=1", "effective batch: 4 samples per step until now, 2 from now on"),
+    (
+        "training.ranks=4",
+        "effective batch: 4 samples per step until now, 16 from now on, at the same training.lr=0.001; the square-root "
+        "rule gives training.lr=0.002, and training.train_batch_size=1 training.accumulate_steps=1 keeps 4 samples",
+    ),
+    (
+        "training.train_batch_size=1 training.accumulate_steps=1 training.ranks=3",
+        "effective batch: 4 samples per step until now, 3 from now on, at the same training.lr=0.001; the square-root "
+        "rule gives training.lr=0.000866",
+    ),
     ("training.ema_decay=0.99", "average of the weights: over about 10 steps until now, over 100 from now on"),
 ]
 

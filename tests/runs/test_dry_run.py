@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.chunk_server import ChunkServer
 from tests.support.runs import WriteConfig, vesuvius_train
@@ -43,6 +44,34 @@ def test_the_dry_run_describes_the_run_and_writes_nothing(
     for factor, of_step, of_run in ((0.6, found[2], found[4]), (2.5, found[3], found[5])):
         assert of_step[:3] == format_duration(factor * step_s)[:3], "to the digits of the operations shown"
         assert of_run[:3] == format_duration(factor * step_s * steps)[:3]
+
+
+def test_another_effective_batch_than_the_file_is_named_with_what_usually_follows(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong programs compare with the config that has the overrides already, count `auto` as one rank, scale by the
+    ratio instead of its root, or name overrides that give another batch."""
+    monkeypatch.setattr(start_log, "convolution_flops_s", lambda *_: 2e5)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    path = tiny_config(training={"train_batch_size": 2, "accumulate_steps": 4, "lr": 1e-3, "workers": 0})
+
+    def dry_run(*overrides: str) -> str:
+        assert vesuvius_train(path, "--dry-run", *overrides) == 0
+        return capsys.readouterr().out
+
+    text = dry_run("training.ranks=auto")
+    assert f"batch      2 x 4 x 4 ranks = 32 samples per step, but 8 in {path}\n" in text
+    assert "WARN       32 samples per step instead of 8 at the same training.lr=0.001; the square-root rule" in text
+    follows = re.search(r"rule gives training.lr=(\S+), and (\S+ \S+) keeps 8 samples", text)
+    assert follows
+    assert follows[1] == "0.002"
+    assert "2 x 1 x 4 ranks = 8 samples per step\n" in dry_run("training.ranks=4", *follows[2].split())
+    text = dry_run("training.ranks=4", f"training.lr={follows[1]}")
+    assert "32 samples per step, but 8 in" in text
+    assert "rule" not in text, "the learning rate was set, too"
+    text = dry_run("training.ranks=3")
+    assert "24 samples per step instead of 8" in text
+    assert "keeps 8" not in text, "three ranks cannot share eight samples"
 
 
 @pytest.mark.long

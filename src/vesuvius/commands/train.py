@@ -49,16 +49,19 @@ def main(argv: list[str]) -> int:
         parser.error("--allow-drift works only with --resume; add it or remove --allow-drift")
     if args.resume:
         require_run(run_dir(config))
+    from vesuvius.launch.launch import launch, resolve_ranks
+    from vesuvius.training.ranks.share import launched_world_size
+    from vesuvius.training.request import Request
+
+    request = Request(config, args.config, resume, args.allow_drift)
     # The imports below load torch, which takes seconds.
     if args.dry_run:
         from vesuvius.training.forecast.start_log import dry_run
 
-        for line in dry_run(config, resume, args.vram_gib, args.allow_drift):
+        config = resolve_ranks(request, launched_world_size()).config
+        for line in dry_run(config, args.config, resume, args.vram_gib, args.allow_drift):
             say(line)
         return EXIT_OK
-    from vesuvius.training.request import Request
-
-    request = Request(config, args.config, resume, args.allow_drift)
     if args.tune_worker:
         from vesuvius.experiments.tune.worker import CommandPipe, TuneWorker
         from vesuvius.training.ranks.share import single_rank_config
@@ -67,6 +70,4 @@ def main(argv: list[str]) -> int:
         facts = args.config.with_name("data_facts.pt")  # computing them takes long on a slow store
         worker = partial(TuneWorker, CommandPipe())
         return train(replace(request, config=single_rank_config(config), make_tuner=worker, facts=facts))
-    from vesuvius.launch.launch import launch
-
     return launch(request)

@@ -38,6 +38,7 @@ from vesuvius.training.checkpoint.format import (
 )
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, TrainedVolume, load_weights, trained_volumes
+from vesuvius.training.ranks.share import batch_advice
 from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
@@ -136,7 +137,9 @@ def drift_effects(before: Config, now: Config, step: int) -> list[str]:
         one, two = next(pair for n in range(2, 9) if len(set(pair := [f"{rate:.{n}g}" for rate in rates])) == 2)
         lines.append(f"{EFFECTS[0]}: {last}{one} instead of {two} in step {at + 1}")
     if "auto" not in (old.ranks, new.ranks) and before.global_batch != now.global_batch:
-        lines.append(f"{EFFECTS[1]}: {before.global_batch} samples per step until now, {now.global_batch} from now on")
+        text = f"{EFFECTS[1]}: {before.global_batch} samples per step until now, {now.global_batch} from now on"
+        advice = batch_advice(now, before)
+        lines.append(f"{text}, {advice}" if advice else text)
     if old.ema_decay != new.ema_decay:
         spans = [1 / (1 - decay) for decay in (old.ema_decay, new.ema_decay)]
         lines.append(f"{EFFECTS[2]}: over about {spans[0]:.3g} steps until now, over {spans[1]:.3g} from now on")

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,7 @@ from torch.nn import functional
 from vesuvius.accelerator import choose_device, synchronize
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.config.describe import CHANGES_TRAINING
+from vesuvius.config.load import written_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
@@ -33,7 +35,7 @@ from vesuvius.training.forecast.plan import (
     resolve_micro_batch,
 )
 from vesuvius.training.forecast.preflight import Preflight, config_warnings, preflight
-from vesuvius.training.ranks.share import rank_share
+from vesuvius.training.ranks.share import batch_advice, rank_share
 from vesuvius.training.step.setup import (
     AmpMode,
     autocast,
@@ -52,10 +54,12 @@ _SHARE_OF_CONVOLUTION = 0.5
 _MEASURED_S = 0.5
 
 
-def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, existed: bool) -> list[tuple[int, str]]:
+def startup_lines(
+    config: Config, source: Path, checked: Preflight, world: int, resume: bool, existed: bool
+) -> list[tuple[int, str]]:
     """Log level and text of each line: checkpoint, changes since, warnings, data as read by `world` ranks, and network.
 
-    With `resume` of a run that `existed`, a checkpoint is expected.
+    `source` is the file of the config.  With `resume` of a run that `existed`, a checkpoint is expected.
     """
     info, warning, resumed, data = logging.INFO, logging.WARNING, checked.resumed, checked.data
     training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
@@ -82,7 +86,14 @@ def startup_lines(config: Config, checked: Preflight, world: int, resume: bool, 
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
     lines.append((info, f"model      {parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, {computed}"))
-    lines.append((info, f"batch      {sizes} = {config.global_batch} samples per step"))
+    now, batch = config.global_batch, f"batch      {sizes} = {config.global_batch} samples per step"
+    # A resumed run is compared with its checkpoint (`drift_effects`).
+    written = None if resumed else written_config(source)
+    if written and (then := written.global_batch) != now:
+        batch += f", but {then} in {source}"
+        if advice := batch_advice(config, written):
+            lines.append((warning, f"{now} samples per step instead of {then} {advice}"))
+    lines.append((info, batch))
     if training.ranks not in ("auto", world):
         batch = f"the effective batch stays {config.global_batch}"
         micro = f"{rank_share(config, 0, world).accumulate_steps} micro-batches per rank"
@@ -128,7 +139,9 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
 
 
-def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_drift: bool = False) -> Iterator[str]:
+def dry_run(
+    config: Config, source: Path, resume: bool, vram_gib: float | None = None, allow_drift: bool = False
+) -> Iterator[str]:
     """Start-up lines of a run, then its predicted time, memory and disk space, line by line.  Writes nothing.
 
     `vram_gib` is the GPU memory to plan for; None = this machine's GPU, if any.
@@ -146,7 +159,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, allow_d
     steps = f"{training.epochs} x {training.steps_per_epoch} = {config.horizon_steps}{stop}"
     yield f"run        {directory.path}, steps {steps}"
     done = checked.resumed.step if checked.resumed else 0
-    lines = startup_lines(config, checked, world, resume, directory.exists())
+    lines = startup_lines(config, source, checked, world, resume, directory.exists())
     yield from (line for level, line in lines if level == logging.INFO)
     left = max(config.stop_step - done, 0)
     plan = plan_run(config.with_training(max_steps=left or None), checked.data, vram_gib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -83,6 +84,25 @@ def rank_share(config: Config, rank: int, world: int) -> RankShare:
     each = total // world
     micro = next(size for size in range(min(config.training.micro_batch, each), 0, -1) if each % size == 0)
     return RankShare(rank, world, total, micro, each // micro)
+
+
+def batch_advice(config: Config, before: Config) -> str:
+    """What usually follows if `config` has another effective batch than `before`, but the same learning rate; else ''.
+
+    For AdamW the learning rate grows with the square root of the batch (Malladi et al. 2022).  For Muon the same was
+    derived while the noise of the gradient dominates (Su 2025, "Rethinking learning rate and batch size 3").  Pure.
+    """
+    now, then, training = config.global_batch, before.global_batch, config.training
+    if now == then or training.lr != before.training.lr:
+        return ""
+    scaled = training.lr * (now / then) ** 0.5
+    text = f"at the same training.lr={training.lr:g}; the square-root rule gives training.lr={scaled:.3g}"
+    each = then * training.micro_batch * training.accumulate_steps / now  # per rank
+    if each.is_integer():
+        micro = math.gcd(int(each), training.micro_batch)
+        sizes = f"training.train_batch_size={micro} training.accumulate_steps={int(each) // micro}"
+        text += f", and {sizes} keeps {then} samples"
+    return text
 
 
 def single_rank_config(config: Config) -> Config:
