@@ -16,11 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vesuvius.errors import EXIT_GUARD, StorageError, disk_remedy
+from vesuvius.errors import EXIT_GUARD, StorageError, disk_remedy, one_line
 from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.memory.guard import Action, LoopStatus, Order
 from vesuvius.monitor.memory.limits import CONFIGURED_NAME
 from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.stream.options import StreamChanges, StreamOptions
 from vesuvius.training.checkpoint.progress import Best
 from vesuvius.training.checkpoint.save import CheckpointWriter
@@ -164,10 +165,15 @@ class PeriodicTasks:
                 run.checked.facts.voxel_size_um,
                 partial(self._stops, "sampling step of a preview"),
             )
-        except OSError as error:  # such as a full disk
-            text = "cannot write the preview of step %d: %s; %s; training continues"
-            log.error(text, progress.step, error, disk_remedy(error))
-            run.metrics.write("event", event="preview_failed", step=progress.step, text=str(error))
+        except Exception as error:
+            if isinstance(error, OSError):  # such as a full disk
+                why, remedy = str(error), disk_remedy(error)
+            elif is_gpu_memory_error(error):
+                why, remedy = f"out of memory ({one_line(error, 100)})", "set training.preview_every=0 to skip previews"
+            else:
+                raise
+            log.error("no preview of step %d: %s; %s; training continues", progress.step, why, remedy)
+            run.metrics.write("event", event="preview_failed", step=progress.step, text=why)
             progress.previewed_step = progress.step
             return
         if record is None:

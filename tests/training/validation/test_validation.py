@@ -198,6 +198,31 @@ def test_a_stop_between_two_batches_ends_it_without_a_result() -> None:
     assert len(recorder.x_t) == 2
 
 
+@pytest.mark.parametrize("fitting", [3, 1, 0])
+def test_out_of_memory_halves_the_batches_and_never_ends_a_run(fitting: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Wrong programs skip the failed batch, repeat a part of it, or measure one set of weights on other batches."""
+    seen: list[int] = []
+
+    def short_of_memory(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        if len(x_t) > fitting:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        seen.extend(t.tolist())
+        return half(x_t, t, condition)
+
+    config = config_of(batch=5)
+    found = result_of(config, {"ema": half, "raw": short_of_memory})
+    assert "out of memory in a validation of 5 patches at a time (CUDA out of memory. " in caplog.text
+    if not fitting:
+        assert math.isnan(found.weights["ema"].loss)
+        assert math.isnan(found.relative_error)
+        assert "with 1" in caplog.text
+        assert "not validated" in caplog.text
+        return
+    shown = Recorder()
+    assert found == result_of(config, {"ema": half, "raw": shown})
+    assert seen == shown.t
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_do_not_make_the_host_wait_for_the_gpu() -> None:

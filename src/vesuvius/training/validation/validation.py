@@ -9,7 +9,9 @@ Patches, timesteps and noise are the same at every step of every run on the same
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +21,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.accelerator import empty_cache
 from vesuvius.config import Config, DataConfig
 from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.errors import one_line
 from vesuvius.loader.intensity import intensity_scales, normalized, to_device
+from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_training_patches
+
+log = logging.getLogger(__name__)
 
 BEST_BY_WEIGHTS = "ema"
 """Set of weights for the headline figure: the one used for sampling."""
@@ -173,6 +180,8 @@ def validate(
     weights get the same inputs.  Touches no global generator.  The host draws the noise of a batch while the device
     computes the previous one, and waits for the device only at the end.
 
+    Batches are halved if memory runs out; with a single patch, all figures become NaN, with a warning.
+
     Args:
         spectrum: of training patches; determines the stationary Wiener filter.
         denoisers: by set of weights; includes `BEST_BY_WEIGHTS`.
@@ -189,10 +198,9 @@ def validate(
     count, bins = timesteps.shape
     # A row per loss and error; the last column counts ranks that stop.
     found = torch.zeros(2 * len(denoisers) + 1, count * bins + 1, device=device)
-    for pairs in batches_of_rank(config, ranks.rank, ranks.world):
-        if stop():
-            found[:, -1] = 1
-            break
+
+    def evaluated(pairs: NDArray[np.int64]) -> Tensor:
+        """Losses and errors of a batch, float32 [rows, pairs]."""
         rows = (pairs // bins).tolist()
         x_0, condition = reference.x_0(rows), reference.condition(rows)
         eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
@@ -204,7 +212,30 @@ def validate(
             losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
             guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
             errors.append(_squared_error(guess, x_0))
-        found[:, pairs[0] : pairs[-1] + 1] = torch.stack([*losses, *errors])
+        return torch.stack([*losses, *errors])
+
+    pending, size = deque(batches_of_rank(config, ranks.rank, ranks.world)), config.training.micro_batch
+    while pending:
+        if stop():
+            found[:, -1] = 1
+            break
+        pairs, why = pending.popleft(), ""
+        try:
+            found[:, pairs[0] : pairs[-1] + 1] = evaluated(pairs)
+        except Exception as error:
+            if not is_gpu_memory_error(error):
+                raise
+            why = one_line(error, 100)
+        if not why:
+            continue
+        # outside the handler, which keeps the activations alive
+        empty_cache()
+        size //= 2
+        log.warning("out of memory in a validation of %d patches at a time (%s); %s", len(pairs), why, _next(size))
+        if not size:
+            found[:, :-1] = math.nan
+            break
+        pending = deque(part for batch in (pairs, *pending) for part in np.split(batch, range(size, len(batch), size)))
     ranks.sum(found)  # one rank's figures plus zeros
     # float64 on the host: the mean of a bin does not depend on how the pairs were batched
     figures = np.array(found.tolist())
@@ -218,6 +249,10 @@ def validate(
         for name, loss, error in zip(denoisers, of_bins, of_x_0, strict=True)
     }
     return ValidationResult(patches, tuple(timestep_bins(schedule.timesteps)), weights)
+
+
+def _next(size: int) -> str:
+    return f"continuing with {size}" if size else "not validated: its figures are unknown"
 
 
 def _squared_error(guess: Tensor, x_0: Tensor) -> Tensor:
