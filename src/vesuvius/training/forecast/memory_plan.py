@@ -251,16 +251,21 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step after the first update: with moments, without gradients.  Call it under FakeTensorMode."""
+    step = fake_step(config)
+    step.scaler.scale(torch.zeros(()))  # the scaler creates its state at the first loss
+    _give_gradients(step)
+    step.apply(config.training.lr)
+    return step
+
+
+def fake_step(config: Config) -> TrainStep:
+    """A new step.  Call it under FakeTensorMode."""
     network = _FakeUNet(config.model, config.input_channels, execution(config.training))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
-    step = TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
-    step.scaler.scale(torch.zeros(()))  # the scaler creates its state at the first loss
-    _give_gradients(step)
-    step.apply(config.training.lr)
-    return step
+    return TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
 
 
 def _give_gradients(step: TrainStep) -> None:

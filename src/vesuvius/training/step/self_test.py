@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from vesuvius.accelerator import empty_cache
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.training.step.setup import AmpMode, autocast, build_meta_network, uses_channels_last
@@ -66,6 +67,7 @@ def check_kernels(
                     f"{TOLERANCES[amp]:g} allowed (torch {torch.__version__}, {device}, amp {amp}); "
                     "set training.amp=off or install a different torch"
                 )
+    empty_cache()  # weights that were placed in these large segments would keep them for the run
 
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
