@@ -31,8 +31,11 @@ def forgotten() -> Iterator[None]:
 
 @torch.no_grad()
 def awake(execution: Execution) -> UNet:
-    """A network whose zero-initialized maps have been given weights, as a few updates would."""
+    """A network whose zero-initialized maps and biases have been given values, as a few updates would."""
     model, generator = build_unet(SMALL, 0, execution=execution), torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.1, generator=generator)
     for module in model.modules():
         if isinstance(module, ZeroConv3d):
             module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)

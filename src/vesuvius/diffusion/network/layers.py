@@ -210,8 +210,10 @@ class NormSiLU(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool) -> Tensor:
-        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, recompute)
+    def forward(
+        self, x: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool, conv_bias: Tensor | None = None
+    ) -> Tensor:
+        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, recompute, conv_bias)
 
 
 class AdaptiveNormSiLU(nn.Module):
@@ -249,13 +251,18 @@ class ResidualBlock(nn.Module):
         self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
         self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
 
-    def forward(self, x: Tensor, embedding: Tensor, recompute: bool) -> Tensor:
-        """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
+    def forward(self, x: Tensor, embedding: Tensor, recompute: bool, x_bias: Tensor | None = None) -> Tensor:
+        """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X].
+
+        Compiled code may pass the bias of the convolution that x is from, [channels_in], which takes no extra pass.
+        """
         conv_1: Callable[[Tensor], Tensor] = self.conv_1
         conv_bias: Tensor | None = None
         if torch.compiler.is_compiling():  # the bias is added by the norm
             conv_1, conv_bias = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias
-        h = self.norm_1(x, conv_1, recompute)
+        h = self.norm_1(x, conv_1, recompute, x_bias)
+        if x_bias is not None:
+            x = (x + x_bias.view(-1, 1, 1, 1)).to(x.dtype)
         out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, conv_bias)
         return out
 

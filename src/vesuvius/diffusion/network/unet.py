@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,10 +93,14 @@ def _with_entry(
     *others: Tensor,
 ) -> Tensor:
     """Return the output of a block; compiled as one region, so that the operations before the norm fuse with it."""
-    h = first if entry is None else entry(first)
+    bias: Tensor | None = None
+    if type(entry) is nn.Conv3d and torch.compiler.is_compiling():
+        h, bias = F.conv3d(first, entry.weight, padding=1), entry.bias
+    else:
+        h = first if entry is None else entry(first)
     if others:
         h = h + others[0] if added else torch.cat((h, *others), dim=1)
-    out: Tensor = block(h, embedding, recompute)
+    out: Tensor = block(h, embedding, recompute, bias)
     return out
 
 
