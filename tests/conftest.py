@@ -63,6 +63,10 @@ needs_scroll_data = pytest.mark.skipif(
 def pytest_configure(config: pytest.Config) -> None:
     """A timeout ends the process of a test; trainers that it started must end too."""
     orphans.watch_over_this_process()
+    if os.environ.get("SIM_GPU"):
+        from tests.support import sim_device  # imports torch
+
+        sim_device.register()
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         _rewrite_asserts_once(config)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import textured, write_array
+from tests.support.gpu import GPU, GPU_MARKS, needs_gpu, no_waiting, sleep
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.loader.device import DeviceFeed, apply_symmetries
 from vesuvius.monitor.clock import HostClock, make_clock
@@ -78,13 +79,7 @@ on_each_device = pytest.mark.parametrize(
     "device",
     [
         CPU,
-        pytest.param(
-            torch.device("cuda"),
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
+        pytest.param(GPU, marks=GPU_MARKS),
     ],
     ids=str,
 )
@@ -110,19 +105,35 @@ def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.de
         assert torch.equal(mine.cpu(), theirs)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_the_copy_to_pinned_memory_counts_as_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(tensor: torch.Tensor) -> torch.Tensor:
         time.sleep(0.3)
         return tensor.pin_memory()
 
     monkeypatch.setattr("vesuvius.loader.device._pinned", slow)
-    device = torch.device("cuda")
-    feed, _, _ = textured_feed(tmp_path, device)
+    feed, _, _ = textured_feed(tmp_path, GPU)
     with feed.open():
-        clock = make_clock(device)
+        clock = make_clock(GPU)
         feed.next(clock)
         clock.step_done()
         (times,) = clock.finished(wait=True)
     assert times.h2d_s > 0.29, "the device idles meanwhile"
+
+
+@needs_gpu
+@pytest.mark.parametrize("busy", ["computing", "copying"])
+def test_on_a_gpu_batches_are_those_of_the_cpu_if_a_stream_lags_behind(tmp_path: Path, busy: str) -> None:
+    """If the device computes, copies run ahead of it and must not overwrite what it has yet to read; if it copies, the
+    device must wait, and the host must not.
+    """
+    (tmp_path / "cpu").mkdir()
+    on_cpu, _, _ = textured_feed(tmp_path / "cpu", CPU)
+    feed, _, _ = textured_feed(tmp_path, GPU)
+    with on_cpu.open(), feed.open(), no_waiting():
+        with torch.accelerator.current_stream(GPU) if busy == "computing" else feed._copies:
+            sleep(0.3)
+        got = [feed.next(HostClock())[0].image for _ in range(6)]
+        expected = [on_cpu.next(HostClock())[0].image for _ in range(6)]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)

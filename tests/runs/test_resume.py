@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.training import between_steps, run
@@ -67,8 +68,7 @@ def test_a_resume_with_another_batch_continues_at_the_next_sample(
     assert trained == list(range(2 * 4 + 2 * 6)), "each sample once"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteConfig) -> None:
     training = {"deterministic": True, "validate_every": 4, "validate_patches": 2}
     assert vesuvius_train(tiny_config("straight", training=training), "training.max_steps=10") == 0

@@ -15,9 +15,10 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/thread_pool.h>
+#include <c10/util/thread_name.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -46,6 +47,12 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 std::mutex failure_mutex;
 std::string failure; // of a kernel; like CUDA's, it stays, and each later wait raises it
+
+std::atomic<bool> waiting_forbidden = false; // by a test
+
+void check_wait() {
+  TORCH_CHECK(!waiting_forbidden, "sim: the host waits for the device");
+}
 
 void raise_failure() {
   std::lock_guard lock(failure_mutex);
@@ -145,6 +152,7 @@ void synchronize_all() {
 }
 
 void synchronize_current() {
+  check_wait();
   queue_of(current).mark()->wait();
   raise_failure();
 }
@@ -172,10 +180,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream next) const override { return stream(std::exchange(current, next.id())); }
   bool queryStream(const Stream& stream) const override { return queue_of(stream.id()).idle(); }
   void synchronizeStream(const Stream& stream) const override {
+    check_wait();
     queue_of(stream.id()).mark()->wait();
     raise_failure();
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    check_wait();
     synchronize_all();
     raise_failure();
   }
@@ -190,6 +200,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override { return !event || static_cast<Event*>(event)->mark->is_done(); }
   void synchronizeEvent(void* event) const override {
+    check_wait();
     if (event)
       static_cast<Event*>(event)->mark->wait();
     raise_failure();

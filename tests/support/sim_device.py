@@ -1,7 +1,7 @@
 """The stand-in for a GPU: a private-use device of torch, "sim", with streams, events and memory of its own.
 
-`register` builds it from sim_device.cpp (10 s, once for each torch; needs g++ and the headers of torch's wheel) and registers
-it for the rest of the process, where `torch.accelerator` then finds it: a process of its own is best.
+`register` builds it from sim_device.cpp (10 s, once for each torch; needs g++ and the headers of torch's wheel) and
+makes it the accelerator of this process until its end.  With SIM_GPU=1 pytest does so: SIM_GPU=1 pytest -m gpu.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("sim_device.cpp", "sim_kernels.cpp"))
 _TORCH = Path(torch.__file__).parent
 _INCLUDE = Path(os.environ.get("TORCH_INCLUDE", _TORCH / "include"))
+TOTAL_BYTES = 2**32  # at first
 _registered: list[ctypes.CDLL] = []
 
 
@@ -43,8 +43,7 @@ def build() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            abi = int(torch.compiled_with_cxx11_abi())
-            options = ["-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{_INCLUDE}"]
+            options = ["-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{_INCLUDE}"]
             made, link = library.with_suffix(".tmp"), [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
             subprocess.run(["g++", *options, str(SOURCES[0]), "-o", str(made), *link], check=True, timeout=600)
             made.rename(library)
@@ -57,6 +56,7 @@ def register() -> None:
         return
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
     library.sim_sleep.argtypes = [ctypes.c_double]
+    library.sim_forbid_waiting.argtypes = [ctypes.c_bool]
     library.sim_set_total_bytes.argtypes = [ctypes.c_int64]
     _registered.append(library)
     torch.utils.rename_privateuse1_backend("sim")
@@ -72,6 +72,11 @@ def sleep(seconds: float) -> None:
 def set_total_bytes(size: int) -> None:
     """Set the memory of the device; 4 GiB by default."""
     _registered[0].sim_set_total_bytes(size)
+
+
+def forbid_waiting(is_forbidden: bool) -> None:
+    """Whether a host that would wait for the device gets an error."""
+    _registered[0].sim_forbid_waiting(is_forbidden)
 
 
 class _Module:

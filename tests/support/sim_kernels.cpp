@@ -324,8 +324,7 @@ void sim_set_total_bytes(int64_t bytes) {
 void sim_sleep(double seconds) {
   sim::queue_of(sim::current).push([seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
 }
-int64_t sim_pending_streams() {
-  std::lock_guard lock(sim::queues_mutex);
-  return std::count_if(sim::queues.begin(), sim::queues.end(), [](auto& each) { return !each.second->idle(); });
+void sim_forbid_waiting(bool is_forbidden) {
+  sim::waiting_forbidden = is_forbidden;
 }
 }

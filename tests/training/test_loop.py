@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu import GPU, needs_gpu, sleep
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.stop import StopRequest
@@ -42,13 +43,12 @@ def test_another_ranks_stop_ends_the_wait_for_data_before_a_step() -> None:
     assert loop.run.stop.pending() == (75, "SIGTERM"), "and all agree on it"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_the_host_queues_at_most_two_micro_batches_on_a_gpu() -> None:
-    loop, ends = SimpleNamespace(_queued=deque()), []
+    loop, ends = SimpleNamespace(_queued=deque(), run=SimpleNamespace(device=GPU)), []
     for _ in range(6):
-        torch.cuda._sleep(2**28)  # a fraction of a second
-        ends.append(torch.cuda.Event())
+        sleep(0.1)
+        ends.append(torch.Event(GPU))
         ends[-1].record()
         TrainingLoop._limit_queue(loop)  # type: ignore[arg-type]
         assert sum(not end.query() for end in ends) <= 2

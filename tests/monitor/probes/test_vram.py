@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.gpu import GPU as REAL
+from tests.support.gpu import needs_gpu
 from vesuvius.experiments.tune.worker import vram_bytes
 from vesuvius.monitor.probes import vram
 from vesuvius.monitor.probes.gpus import VramUse
@@ -67,13 +69,12 @@ def test_vram_of_an_unused_or_failed_gpu_is_none(monkeypatch: pytest.MonkeyPatch
     assert read_vram(GPU) is None
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_a_tensor_on_a_gpu_is_counted_and_its_peak_reset() -> None:
-    kept = torch.zeros(2**20, device="cuda")
-    read_vram(GPU)
-    torch.zeros(2**26, device="cuda")
-    first, second = read_vram(GPU), read_vram(GPU)
+    kept = torch.zeros(2**20, device=REAL)
+    read_vram(REAL)
+    torch.zeros(2**26, device=REAL)
+    first, second = read_vram(REAL), read_vram(REAL)
     assert first is not None
     assert second is not None
     assert first.peak_bytes >= first.allocated_bytes + 2**28

@@ -18,6 +18,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.support import fork_server
+from tests.support.gpu import GPU, needs_gpu, sleep
 from tests.training.checkpoint.test_format import CONFIG, assert_same, small_files, state_of, steps_in
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError
@@ -197,25 +198,24 @@ def test_buffers_are_reused_unless_shape_dtype_or_layout_change() -> None:
     assert snapshot.state["channels_last"].is_contiguous()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_a_snapshot_does_not_wait_for_other_streams() -> None:
     """Such as that of sums with a rank that has failed, which never complete."""
-    state, snapshot, sums = {"w": torch.zeros(2**20, device="cuda")}, Snapshot(), torch.cuda.Stream()
+    state, snapshot, sums = {"w": torch.zeros(2**20, device=GPU)}, Snapshot(), torch.Stream(GPU)
     snapshot.take(state)
-    with torch.cuda.stream(sums):
-        torch.cuda._sleep(2**33)  # some seconds
+    with sums:
+        sleep(1.0)
     state["w"].add_(1)
     snapshot.take(state)
     assert not sums.query()
     assert snapshot.state["w"].unique().tolist() == [1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_gpu_later_updates_do_not_reach_the_snapshot() -> None:
-    state, snapshot = {"w": torch.zeros(2**26, device="cuda"), "host": torch.zeros(3)}, Snapshot()
+    state, snapshot = {"w": torch.zeros(2**16, device=GPU), "host": torch.zeros(3)}, Snapshot()
     for round_ in range(3):
+        sleep(0.05)
         snapshot.take(state)
         for tensor in state.values():
             tensor.add_(1)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.gpu import GPU, needs_gpu, no_waiting, sleep
+from vesuvius.accelerator import new_event
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.network.layers import memory_format_of
@@ -27,6 +29,7 @@ from vesuvius.training.checkpoint.start import check_initial_weights, restore
 from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.optimizer import GradientSync, make_optimizer
+from vesuvius.training.step.self_test import check_kernels
 from vesuvius.training.step.setup import build_network, configure_kernels, execution, is_compiled, uses_channels_last
 from vesuvius.training.step.step import PendingOutcome, StepOutcome, TrainStep, learning_rate
 
@@ -447,15 +450,18 @@ def test_a_run_may_switch_to_channels_last() -> None:
         torch.testing.assert_close(weights(second)[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+@needs_gpu
+@pytest.mark.parametrize(
+    ("amp", "optimizer"),
+    [
+        ("fp16", "muon"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("bf16", "adamw"), ("fp16", "adamw"))),
+    ],
+)
 def test_a_step_on_a_gpu_never_blocks_the_host(amp: str, optimizer: str) -> None:
     config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp, optimizer=optimizer)
-    device = torch.device("cuda")
-    step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
-    x_0 = torch.zeros(2, 1, 8, 16, 16, device=device)
+    step = TrainStep(config, build_network(config, GPU), Schedule.from_config(config.diffusion), GPU)
+    x_0 = torch.zeros(2, 1, 8, 16, 16, device=GPU)
 
     def one() -> None:
         for part in range(2):
@@ -464,13 +470,8 @@ def test_a_step_on_a_gpu_never_blocks_the_host(amp: str, optimizer: str) -> None
 
     results: list[PendingOutcome] = []
     one()  # the first step makes the optimizer's state and cuDNN's choices
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         one()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
     assert all(result.read().finite for result in results)
 
 
@@ -490,3 +491,23 @@ def test_a_resume_uses_the_same_number_of_threads_unless_configured(
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(found)
+
+
+@needs_gpu
+def test_on_a_gpu_the_outcome_of_a_step_is_read_without_waiting_for_later_work() -> None:
+    x = torch.ones(3, device=GPU)
+    sleep(0.1)
+    loss, flag = x.sum(), torch.ones((), device=GPU)
+    outcome = PendingOutcome([loss, 2 * loss, flag, flag, 0 * flag, 0 * flag], [x])
+    end = new_event(GPU)
+    end.record()
+    x.zero_()
+    sleep(1.0)
+    end.synchronize()
+    assert outcome.read() == StepOutcome(3.0, (1.0, 1.0, 1.0), 6.0, True, True, False, 0)
+    assert not torch.accelerator.current_stream(GPU).query(), "the later work goes on"
+
+
+@needs_gpu
+def test_the_self_test_accepts_the_convolutions_of_a_gpu() -> None:
+    check_kernels(make_config(amp="bf16"), 1, GPU, "bf16")
