@@ -303,7 +303,7 @@ def test_auto_finds_the_batch_that_a_network_takes(
         assert len(x) == 2, "one of a fixed batch size"
         return x
 
-    monkeypatch.setitem(run._AUTO_BATCHES, "cpu", (8, 4, 2, 1))
+    monkeypatch.setattr(run, "_CPU_BATCHES", (8, 4, 2, 1))
     np.testing.assert_allclose(predicted(net, volume, tmp_path / "o.zarr"), VOXELS / 127.5 - 1, atol=1e-5)
     with pytest.raises(ConfigError, match=r"The network maps \(1, 1, 16, 20, 16\) to"):
         predicted(lambda x: x[0], volume, tmp_path / "p.zarr")

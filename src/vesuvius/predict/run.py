@@ -52,7 +52,7 @@ from vesuvius.volumes.occupancy import chunk_occupancy
 KIND = "prediction"
 CHUNK = 128  # edge of the output's chunks
 BATCHES_PER_GROUP, BLOCKS_PER_GROUP = 16, 4  # for each evaluation at a time: enough to keep all of them busy
-_AUTO_BATCHES = (8, 4, 2, 1)  # on a GPU: the first that fits, in memory and in what the network takes
+_CPU_BATCHES, _GPU_BATCHES = (1,), (8, 4, 2, 1)  # "auto": the first that fits, in memory and in what the network takes
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Work:
 
     def _probe(self) -> tuple[int, Probe]:
         request, channels = self.request, len(self.inputs.channels)
-        sizes: tuple[int, ...] = (1,) if self.device.type == "cpu" else _AUTO_BATCHES
+        sizes: tuple[int, ...] = _CPU_BATCHES if self.device.type == "cpu" else _GPU_BATCHES
         if request.batch_size != "auto":
             sizes = (to_integer("batch_size", request.batch_size, 1),)
         elif request.resume and (started := _started_record(request.out)) and self.device.type == started.get("device"):
