@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -160,7 +160,7 @@ class Batch:
         return sum(array.nbytes for array in self.arrays)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FeederStats:
     """Totals of a stream's feeders."""
 
@@ -176,20 +176,11 @@ class FeederClock:
     """Measures the feeders of a stream, one after the other.  Any thread may read it."""
 
     def __init__(self) -> None:
-        self.starved, self.full = WaitTime(), WaitTime()
-        self.cut_s = 0.0
-        self.batches = self.empty_queue_hits = self.delivered_bytes = 0
+        self.starved, self.full, self.counted = WaitTime(), WaitTime(), FeederStats()
 
     @property
     def stats(self) -> FeederStats:
-        return FeederStats(
-            self.cut_s,
-            self.starved.seconds,
-            self.full.seconds,
-            self.batches,
-            self.empty_queue_hits,
-            self.delivered_bytes,
-        )
+        return replace(self.counted, wait_for_readers_s=self.starved.seconds, idle_s=self.full.seconds)
 
 
 def reusable_arrays(shape: tuple[int, ...], dtype: np.dtype[Any], kept: int) -> Iterator[NDArray[Any]]:
@@ -260,9 +251,9 @@ class Feeder:
                 raise ready
             return None
         self._free.put(None)
-        self._clock.batches += 1
-        self._clock.empty_queue_hits += empty
-        self._clock.delivered_bytes += ready.nbytes
+        self._clock.counted.batches += 1
+        self._clock.counted.empty_queue_hits += empty
+        self._clock.counted.delivered_bytes += ready.nbytes
         return ready
 
     def waiting_for(self, outages: Sequence[Outage]) -> str:
@@ -305,7 +296,7 @@ class Feeder:
                     return
                 started, wait_for_readers_s = time.perf_counter(), starved.seconds
                 batch = self._next()
-                self._clock.cut_s += time.perf_counter() - started - (starved.seconds - wait_for_readers_s)
+                self._clock.counted.cut_s += time.perf_counter() - started - (starved.seconds - wait_for_readers_s)
                 self._ready.put(batch)
                 if batch is None:
                     return
