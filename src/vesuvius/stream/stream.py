@@ -231,8 +231,7 @@ class PatchStream(Iterator[Batch]):
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process by pid, as last reported."""
-        readers = self.readers.copy().items()
-        return {pid: figures.rss_anon_bytes for pid, figures in readers if figures.rss_anon_bytes is not None}
+        return {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
 
     @property
     def has_resident(self) -> bool:

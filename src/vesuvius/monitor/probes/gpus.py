@@ -81,8 +81,8 @@ class Gpus:
         gpus = []
         for index in range(count):
             if (handle := self._ask("nvmlDeviceGetHandleByIndex", index)) is not None:
-                uuid = self._ask("nvmlDeviceGetUUID", handle, read=_text) or f"unknown-{index}"
-                gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle, read=_text) or "GPU", handle))
+                uuid = self._ask("nvmlDeviceGetUUID", handle) or f"unknown-{index}"
+                gpus.append((index, uuid, self._ask("nvmlDeviceGetName", handle) or "GPU", handle))
                 self.reason = None
         self._gpus = gpus
 
@@ -118,8 +118,3 @@ class Gpus:
             return read(getattr(self._nvml, function)(*arguments))
         except Exception:
             return None
-
-
-def _text(found: Any) -> str:
-    """A name, of which old versions of nvidia-ml-py return the bytes."""
-    return found.decode(errors="replace") if isinstance(found, bytes) else str(found or "")

@@ -252,12 +252,13 @@ class Reader:
         self._blocks += 1
         before, self._reported = self._reported, self._totals()
         damage, self._new_damage = self._new_damage, []
+        memory = psutil.Process().memory_info()
         return BlockReport(
             pid=os.getpid(),
             node=node_name() if self._actor else "",
             actor=self._actor,
             began=self._began,
-            rss_anon_bytes=_rss_anon_bytes(),
+            rss_anon_bytes=memory.rss - memory.shared,
             done=self._reported.plus(before, sign=-1),
             quarantined=damage,
             nonfinite=[bad for volume in self._opened if (bad := volume.nonfinite)],
@@ -304,9 +305,3 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
 
 def aligned(size: int, to: int = 64) -> int:
     return -(-size // to) * to
-
-
-def _rss_anon_bytes() -> int | None:
-    """Private memory of this process, without shared pages; None if unknown (not Linux)."""
-    memory = psutil.Process().memory_info()
-    return memory.rss - memory.shared if hasattr(memory, "shared") else None

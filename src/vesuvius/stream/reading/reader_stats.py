@@ -40,7 +40,7 @@ class BlockReport:
     node: str
     actor: str
     began: float  # start of the reader, seconds since 1970
-    rss_anon_bytes: int | None  # private memory of the process; None if unknown (not Linux)
+    rss_anon_bytes: int  # private memory of the process, without shared pages
     done: ReaderTotals  # since its last block
     quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found since its last block
     nonfinite: list[Nonfinite] = field(default_factory=list)  # volumes that hold NaN or infinity
@@ -49,14 +49,13 @@ class BlockReport:
 @dataclass
 class ReaderStats:
     node: str = ""  # `node_name` of its machine
-    # private memory, and its peak; None if unknown (not Linux)
-    rss_anon_bytes: int | None = None
-    rss_anon_peak_bytes: int | None = None
+    # private memory, and its peak
+    rss_anon_bytes: int = 0
+    rss_anon_peak_bytes: int = 0
 
     def update(self, report: BlockReport) -> None:
         self.rss_anon_bytes = report.rss_anon_bytes
-        if report.rss_anon_bytes is not None:
-            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+        self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes, report.rss_anon_bytes)
 
 
 @dataclass
