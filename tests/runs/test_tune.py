@@ -130,7 +130,7 @@ def test_a_second_tune_is_refused_while_one_is_measuring(
         orphans = psutil.Process(session.process.pid).children(recursive=True)
         session.process.kill()
         session.process.wait()
-    assert capsys.readouterr().err.count("Another tune (or the trainer of a killed one) is active") == 1
+    assert capsys.readouterr().err.count("is in use by process") == 1
     assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
 
 

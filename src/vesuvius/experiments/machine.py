@@ -12,16 +12,15 @@ from typing import Any
 
 from vesuvius.accelerator import choose_device, properties
 from vesuvius.config import Config
-from vesuvius.errors import ConfigError, storage_errors
+from vesuvius.errors import storage_errors
 from vesuvius.monitor.memory.limits import left_bytes, limits_of
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.report.model import commit_text
-from vesuvius.runlog.files import take_lock, write_atomically
-from vesuvius.runlog.held import LOCK, holding
+from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.redact import redacted
-from vesuvius.runlog.run_dir import describe_environment
+from vesuvius.runlog.run_dir import RunDir, describe_environment
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.plan import VRAM_SHARE, plan_run, resolve_micro_batch
@@ -86,21 +85,11 @@ def planned_bytes(config: Config, data: PreparedData) -> tuple[int, int | None]:
 
 
 @contextmanager
-def locked(directory: Path, what: str) -> Iterator[int]:
+def locked(directory: Path) -> Iterator[int]:
     """Lock the directory, yielding the lock's descriptor.  Raises ConfigError if it is in use, and StorageError."""
-    remedy = "free some space and start again, or set VESUVIUS_RUNS"
-    with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS):
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if not take_lock(descriptor, directory / LOCK):
-                raise ConfigError(
-                    f"Another {what} (or the trainer of a killed one) is active in {directory}; wait for it or stop it"
-                )
-            with holding(directory, descriptor):
-                yield descriptor
-        finally:
-            os.close(descriptor)
+    locked, remedy = RunDir(directory).locked(new=False), "free some space and start again, or set VESUVIUS_RUNS"
+    with storage_errors(f"the run directory {directory}", remedy, but=_OF_OTHERS), locked as lock:
+        yield lock
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:

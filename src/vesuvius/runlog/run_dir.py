@@ -161,8 +161,11 @@ class RunDir:
         return RunDir(self.path / "ranks" / str(rank)) if rank else self
 
     @contextmanager
-    def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
-        """Create the directory (`new`) or continue in it, and lock it.  Raises ConfigError, StorageError."""
+    def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[int]:
+        """Create the directory (`new`) or continue in it, and lock it; yields the lock's descriptor.
+
+        A process that inherits the descriptor holds the lock, too.  Raises ConfigError, StorageError.
+        """
         if new:
             refuse_existing(self)
         with self.writing():
@@ -174,7 +177,8 @@ class RunDir:
                 log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.lock_owner(), wait_s)
             while not free:
                 if time.monotonic() >= deadline:
-                    raise ConfigError(f"{self.path} is in use by {self.lock_owner()}; wait for it or stop it")
+                    owner = f"{self.lock_owner()} or a process that it started"
+                    raise ConfigError(f"{self.path} is in use by {owner}; wait for it or stop it")
                 time.sleep(_POLL_S)
                 free = take_lock(lock.fileno(), self.path / LOCK)
             with self.writing():
@@ -186,7 +190,7 @@ class RunDir:
                 lock.write(owner.encode())
                 os.fsync(lock.fileno())
             with holding(self.path, lock.fileno()):
-                yield
+                yield lock.fileno()
 
     @contextmanager
     def held_by_rank_0(self, mark: str) -> Iterator[None]:

@@ -126,12 +126,6 @@ def test_a_query_that_fails_in_any_way_is_unknown_and_the_other_figures_remain(
             assert [(gpu.used_bytes, gpu.busy) for gpu in seen] == [(GIB, 0.75), (2 * GIB, 0.75)]
 
 
-def test_names_in_bytes_are_text() -> None:
-    """As of old versions of nvidia-ml-py; records are JSON."""
-    gpus = Gpus(FakeNvml(DeviceGetUUID=lambda handle: b"GPU-%d" % handle, DeviceGetName=lambda handle: b"A \xff"))
-    assert [(gpu.uuid, gpu.name) for gpu in gpus.sample()] == [("GPU-0", "A \ufffd"), ("GPU-1", "A \ufffd")]
-
-
 def test_gpus_that_hide_their_uuid_remain_apart() -> None:
     first, second = Gpus(FakeNvml(DeviceGetUUID=_broken_text)).sample()
     assert first.uuid != second.uuid

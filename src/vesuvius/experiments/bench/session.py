@@ -64,7 +64,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
         [machine.with_micro_batch(config_with(trial.overrides)) for trial in request.trials],
     )
     parent = run_dir(config).path / BENCHES
-    with machine.locked(parent, "bench") as lock_fd:
+    with machine.locked(parent) as lock_fd:
         folder, done = new_folder(parent), list[Measurement]()
         folder.mkdir()
         log.info("%d trials, %d rounds; %s", len(configs), request.rounds, folder)

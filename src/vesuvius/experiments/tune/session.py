@@ -143,7 +143,7 @@ def tune(request: TuneRequest) -> tuple[int, RunReport]:
     space, planner = _open(request)
     run = run_dir(request.config)
     directory = run.path / TUNE
-    with machine.locked(directory, "tune") as lock_fd:
+    with machine.locked(directory) as lock_fd:
         open_log(directory / "tune.log")
         stop, trials = StopRequest(None, "ending the trainer"), directory / "trials"
         runner = TrialRunner(single_rank_config(request.config), trials, lock_fd=lock_fd, stopping=stop.is_requested)
