@@ -28,7 +28,7 @@ GPUS = [
     {"index": 0, "busy": [0.1, 0.5, 0.9], "used_bytes": 7, "total_bytes": 9, "power_w": [1.0, 250.0, 300.0]},
     {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
 ]
-DISK = {"free_bytes": 10}
+DISK = {"free_bytes": 10, "run_bytes": 5}
 SYSTEM = recorded_runs.system(7, used_bytes=[1, 2, 3], readers={"11": 5, "12": 6}, risk="WARN", disk=DISK, gpus=GPUS)
 # One of each kind used by a metric.
 RECORDS: list[dict[str, Any]] = [

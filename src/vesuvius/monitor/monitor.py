@@ -26,7 +26,7 @@ from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import VramUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.samples import KEPT, MemorySample, RecentFile, summarize
-from vesuvius.runlog.files import AsyncWriter
+from vesuvius.runlog.files import AsyncWriter, directory_bytes
 from vesuvius.runlog.records import JsonLines, Record
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_count, format_size
@@ -41,6 +41,7 @@ RECORD_S = 60.0
 SINGLE_RECORDS = 30
 _RATES_OVER_S = 10.0
 _BLIND_EVERY_S = 600.0
+_DISK_EVERY_S = 60.0
 _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; the driver of a failed GPU may never answer
 
@@ -94,6 +95,8 @@ class Monitor:
         self._seen: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._local: set[int] = set()
         self._directory = directory.path
+        self._disk: dict[str, int] | None = None
+        self._disk_due_s = -math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.loop_status = LoopStatus()
@@ -226,10 +229,15 @@ class Monitor:
         }
 
     def _write(self, figures: Record) -> None:
-        disk = None
-        with suppress(OSError):
-            disk = {"free_bytes": shutil.disk_usage(self._directory).free}
-        self._on_record(self._records.write("system", **figures, disk=disk))
+        self._on_record(self._records.write("system", **figures, disk=self._disk_use()))
+
+    def _disk_use(self) -> dict[str, int] | None:
+        if time.monotonic() >= self._disk_due_s:
+            self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
+            with suppress(OSError):
+                free_bytes = shutil.disk_usage(self._directory).free
+                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
+        return self._disk
 
 
 def kills_text(was: CgroupUse | None, now: CgroupUse | None) -> str:

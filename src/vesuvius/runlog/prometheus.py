@@ -50,6 +50,7 @@ LATEST = {
     "gpu_power_watts": ("system.gpus.power_w", "power draw, mean of the window"),
     "gpu_temperature_celsius": ("system.gpus.temperature_c", "temperature"),
     "disk_free_bytes": ("system.disk.free_bytes", "free on the disk of the run directory"),
+    "disk_run_bytes": ("system.disk.run_bytes", "size of the run directory"),
     "cpu_throttled_ratio": ("verdict.throttled_share", "share of CPU quota periods in which the quota was used up"),
 }
 """By name, without `vesuvius_`: kind of record and path of the figure in it, and the meaning."""
