@@ -77,10 +77,7 @@ class Pool:
         self.threads: list[threading.Thread] = []
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Return a future for the call's result or error; cancelled if the pool is closed.
-
-        Raises RuntimeError: no thread can be started.
-        """
+        """Return the call's future, cancelled if the pool is closed.  Raises RuntimeError: no thread can start."""
         future: Future[T] = Future()
         self._calls.put((future, function, arguments))
         try:

@@ -89,8 +89,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
 
 @contextmanager
 def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], bool]]:
-    """Yield a function that shows an inspection, as a line of JSON, a live table, or tables one below another, and
-    returns whether anybody reads it."""
+    """Yield a function that shows an inspection (JSON, live table, tables) and returns whether anybody reads it."""
     if as_lines_of_json:
         yield lambda found: say(json.dumps(found.as_json()))
         return

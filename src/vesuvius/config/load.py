@@ -300,10 +300,7 @@ def _place(path: KeyPath, layers: _Layers) -> str:
 
 
 def _set(tree: dict[str, Any], key: str, text: str, label: str) -> KeyPath:
-    """Set the key of a variable or override, creating missing sections, and return its path.
-
-    Raises ConfigError before any change.
-    """
+    """Set a variable's or override's key and its sections; returns its path.  Raises ConfigError before changes."""
     parts = tuple(part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", key).split("."))
     if not all(parts) or not key.isprintable():
         raise ConfigError("not an override; write key.path=value, such as training.lr=1e-4")

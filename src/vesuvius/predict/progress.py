@@ -36,8 +36,7 @@ class ProgressReporter:
 
     @contextmanager
     def unless_stopped(self, context: AbstractContextManager[T]) -> Iterator[T]:
-        """Enter a context, which may take long, on a thread if there may be a stop.  Raises as `check`; Ctrl-C gets a
-        note."""
+        """Enter a context that may take long, on a thread if there may be a stop.  Raises as `check`; notes Ctrl-C."""
         with ExitStack() as held:
             try:
                 value = (

@@ -26,10 +26,7 @@ READER_RING = 2  # block buffers: Ray has copied one before it asks for the next
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """Options of a stream; only `batch_size` changes the batches.
-
-    Raises ConfigError: a value is not an integer or too small.
-    """
+    """Options of a stream; only `batch_size` changes batches.  Raises ConfigError: no integer, or one too small."""
 
     batch_size: int  # samples per batch of this rank
     num_workers: int = 2  # threads of this process that read, or with `processes` Ray processes; 0 = `auto_threads`
@@ -107,10 +104,7 @@ def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
 
 
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Peak bytes in use in the object store: the regions in flight, which the trainer holds, and prefetched blocks.
-
-    Pure.
-    """
+    """Peak bytes in the object store: the regions in flight, which the trainer holds, and prefetched blocks.  Pure."""
     return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
 
 

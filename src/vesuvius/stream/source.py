@@ -122,10 +122,7 @@ def _has_started(ray: Future[RayRegions] | None) -> TypeGuard[Future[RayRegions]
 
 
 class RayOfStream:
-    """Starts Ray when a stream first needs workers, and keeps it until `end`.
-
-    `on_spill` and `on_death` are as in `RayRegions`.
-    """
+    """Starts Ray when a stream needs workers, and keeps it until `end`; `on_spill`, `on_death` as in `RayRegions`."""
 
     def __init__(
         self,

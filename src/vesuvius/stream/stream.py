@@ -372,8 +372,7 @@ def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _close_at_exit() -> None:
-    """Close open streams when the interpreter exits: it would wait forever for Ray Data's threads, which wait for a
-    block."""
+    """Close open streams when the interpreter exits, where it would wait forever for threads of Ray Data."""
 
     def close_all() -> None:
         with ExitStack() as closing:  # a stream that fails to close does not keep the others open

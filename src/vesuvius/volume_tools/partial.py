@@ -347,10 +347,7 @@ def has_partial(out: Path, kind: str = COPY) -> bool:
 
 
 def is_finished(out: Path, record: dict[str, Any], kind: str = COPY) -> bool:
-    """Whether a volume made with these arguments is complete; removes what a killed process left.
-
-    Raises ConfigError: there is something else.
-    """
+    """Whether it is complete; removes what a killed process left.  Raises ConfigError: something else is there."""
     if not os.path.lexists(out):
         return False
     check_record(out, finished_record(out, kind), record)

@@ -247,10 +247,7 @@ def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
 
 
 def read_sidecar(volume: Volume) -> Bools | None:
-    """The occupancy in the sidecar; None if there is no sidecar.
-
-    Raises DataError: it is damaged, out of date or belongs to another volume.
-    """
+    """The occupancy in the sidecar, if any.  Raises DataError: it is damaged, outdated or another volume's."""
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
         data = volume.source.get(key, cached=False)

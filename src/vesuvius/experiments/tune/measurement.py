@@ -27,10 +27,7 @@ _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
 
 @dataclass(frozen=True)
 class Setting:
-    """Values of the knobs, named as in `training.*`; `requests` is `data.store.requests`.
-
-    None of them changes which samples a step contains.
-    """
+    """Values of the knobs of `training.*` and of `data.store.requests`; none changes which samples a step contains."""
 
     workers: int
     requests: int

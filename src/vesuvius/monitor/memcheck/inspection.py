@@ -71,8 +71,7 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0 ok, 10 warning, hung or a death of another cause, 11 critical, 12 an OOM kill; the highest that
-        applies."""
+        """0 ok, 10 warning, hung or a death of another cause, 11 critical, 12 an OOM kill; the highest that applies."""
         if self.kills:
             return EXIT_MEMORY_KILL
         if self.level is Level.CRITICAL:
@@ -138,10 +137,7 @@ def inspect_machine(gpus: Gpus, remarks: tuple[str, ...] = ()) -> Inspection:
 
 
 def inspect_run(directory: Path) -> Inspection:
-    """Inspect the latest session of a run.
-
-    Raises VesuviusError: a record has a value of the wrong type.
-    """
+    """Inspect the latest session of a run.  Raises VesuviusError: a record has a value of the wrong type."""
     with naming_wrong_values(directory):
         run = RunFiles(directory)
         if (trainer := run.trainer()) is None:

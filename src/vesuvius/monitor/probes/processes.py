@@ -75,10 +75,7 @@ class ProcessTree:
         self._also = {pid: self._also.get(pid) for pid in pids}
 
     def sample(self) -> list[ProcessUse]:
-        """Return the root, then its living descendants.
-
-        Raises ProcessLookupError: the root has ended (zombies included), also if its pid was reused.
-        """
+        """Return the root, then its living descendants.  Raises ProcessLookupError: the root is no longer there."""
         first, pids = not self._uses, set(psutil.pids())
         due = time.monotonic() - self._scanned_at >= _RESCAN_EVERY_S
         found = self._find_new(pids, (pids - self._seen) | self._also.keys())

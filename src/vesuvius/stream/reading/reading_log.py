@@ -161,10 +161,7 @@ def crashed_chunks(folder: Path) -> dict[tuple[str | None, Triple | None], str]:
 
 
 def remove_ended_logs(folder: Path) -> list[ReadingLog]:
-    """Remove the logs of readers of this machine that have ended, except crashes.  Returns those of living readers.
-
-    Raises OSError.
-    """
+    """Remove the logs of ended readers of this machine, but not of crashes; returns the others.  Raises OSError."""
     local = [each for each in read_logs(folder) if each.node == node_name()]
     ended = {each.path for each in local if not psutil.pid_exists(each.pid)}
     for each in read_logs(folder):  # their final state
@@ -273,10 +270,7 @@ def describe_death(
 
 
 def exit_of(exits_of: Exits, pid: int, node: str) -> dict[str, Any]:
-    """Return how a process ended (see `private.worker_exits`); empty if Ray does not know within a second.
-
-    Never raises.
-    """
+    """How a process ended (`private.worker_exits`); empty if Ray does not know within a second.  Never raises."""
     deadline = time.monotonic() + _LAG_S
     try:
         while True:

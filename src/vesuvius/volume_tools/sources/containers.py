@@ -32,10 +32,7 @@ _AXES = ("axistags", "axes", "axis_names", "axis_order", "dimension_names", "dim
 
 
 def open_hdf5(file: Path, inside: str) -> Stored:
-    """Open a dataset, which needs a name unless it is the only one of three axes or more.
-
-    Its attribute element_size_um is z, y, x.
-    """
+    """Open a dataset, by name unless only one has three axes or more; its attribute element_size_um is z, y, x."""
     with suppress(ImportError):
         import_module("hdf5plugin")  # more filters
     root = _hdf5_file(file)

@@ -41,10 +41,7 @@ class ShardForm:
         self.index_range = ByteRange(0, self.index_bytes) if self._is_first else ByteRange(-self.index_bytes)
 
     def parse(self, data: bytes, version: str | None = None) -> Index:
-        """Parse an index, 100 times faster than zarr.
-
-        Raises ValueError: it has the wrong length or does not match its checksum.
-        """
+        """Parse an index, 100 times faster than zarr.  Raises ValueError: its length or checksum is wrong."""
         if len(data) != self.index_bytes:
             raise ValueError(f"the index of a shard has {len(data)} bytes instead of {self.index_bytes}")
         if self._checked and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):

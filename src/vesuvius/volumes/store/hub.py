@@ -27,10 +27,7 @@ _FORMS = "hf://buckets/OWNER/NAME/PATH or hf://datasets/OWNER/NAME[@REVISION]/PA
 
 
 class HubFolder:
-    """The folder of a repository or bucket that hf://`path` names.  No I/O except in the listings.
-
-    Raises ValueError: it is not such an address.
-    """
+    """The folder that hf://`path` names; I/O in listings only.  Raises ValueError: it is not such an address."""
 
     def __init__(self, path: str, headers: Mapping[str, str] = {}, timeout_s: float = 30.0) -> None:
         match = _ADDRESS.fullmatch(path)

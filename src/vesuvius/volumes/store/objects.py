@@ -121,8 +121,7 @@ class LocalFiles:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Ignore folders that do not exist (any more).  Other errors lose their errno, so that they are not an outage: a
-    retry would restart the walk."""
+    """Ignore folders that are gone; other errors lose their errno: as an outage, a retry would restart the walk."""
     if not isinstance(error, FileNotFoundError):
         raise OSError(str(error)) from error
 
