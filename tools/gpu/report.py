@@ -1,6 +1,6 @@
-"""Markdown report of `gpu_check.py`, from the content of its JSON file.
+"""Markdown report of `gpu_check.py`, from the content of its JSON file; its first line says what to change.
 
-python tools/gpu/report.py gpu_check.json          # the table again, for docs/performance.md
+python tools/gpu/report.py gpu_check.json          # again, for docs/performance.md
 """
 
 from __future__ import annotations
@@ -14,90 +14,82 @@ from typing import Any
 Row = dict[str, Any]
 
 GIB = 2**30
-SWITCHES = ("compile", "channels_last", "recompute_norm")
-HEADS = [*SWITCHES, "micro-batch", "optimizer", "step s", "patches/s", "MFU", "peak GiB (reserved)", "plan GiB"]
-HEADS += ["waiting", "off by", "warm-up s"]
+HIDDEN = ("outcome", "seconds", "steps_s")
+SETTING = "setting "  # begins the name of a row of one
 
 
-def summary(row: Row) -> str:
-    """A row in a line, for those who wait."""
-    figures = f"{row['step_s']:.3f} s a step" if "step_s" in row else _reason(row)
-    return f"{_keys(row)}: {figures}"
+def failures(content: Row) -> list[str]:
+    """Names of the rows that are wrong, then of those that failed; a setting counts only if it is the config's own."""
+    own = SETTING + content["own"]
+    bad = {name: row for name, row in content["rows"].items() if row["outcome"] not in ("ok", "skipped")}
+    return sorted((n for n in bad if n == own or not n.startswith(SETTING)), key=lambda n: bad[n]["outcome"] != "wrong")
+
+
+def verdict(content: Row) -> str:
+    """What is wrong, or the fastest setting; then what was not run.  Pure."""
+    rows, about, best, bad = content["rows"], content["about"], content["best"], failures(content)
+    tried = [row for name, row in rows.items() if name.startswith(SETTING) and "step_s" in row]
+    # Other optimizers and effective batches learn something else, and so do not compete.
+    learned = [(s["optimizer"], s["train_batch_size"] * s["accumulate_steps"]) for s in (about["setting"], *tried)]
+    ran = learned[1:].count(learned[0])
+    if best is None:
+        line = f"it is unknown which setting is fastest: {ran} measured, and the search did not end"
+    elif best == content["own"]:
+        line = f"nothing: the config's own setting is the fastest of {ran} measured"
+    else:
+        gain = f"{content['speedup']:.2f} times as fast as the config's own, " if content["speedup"] else ""
+        line = f"set {content['overrides']}: {gain}the fastest of {ran} measured"
+    if bad:
+        more = f" (and {len(bad) - 1} more: {', '.join(bad[1:])})" if bad[1:] else ""
+        line = f"first mend {bad[0]}: {_reason(rows[bad[0]])}{more}; then {line}"
+    not_run = [f"{name} (no time)" for name in content["not_run"]]
+    unfinished = [
+        name for name, row in rows.items() if row["outcome"] in ("skipped", "out of time") and name not in bad
+    ]
+    not_run += [f"{name} ({rows[name]['detail']})" for name in unfinished]
+    line += f"; not run: {', '.join(not_run)}" if not_run else ""
+    return ("REHEARSAL on a CPU, which says nothing of a GPU: " if about["rehearsal"] else "") + line
 
 
 def print_report(content: Row) -> None:
     """All that was found."""
-    about = content["about"]
-    if about["rehearsal"]:
-        print("REHEARSAL on the CPU with a tiny network: no figure below says anything about a GPU.\n")
-    peak = (
-        "unknown: no MFU; --peak-tflops sets it"
-        if about["peak_tflops"] is None
-        else f"{about['peak_tflops']:g} TFLOP/s"
-    )
-    print(f"device    {about['device']}, {cell(about.get('memory_gib'), '.1f')} GiB, peak {peak}")
-    print(f"versions  {', '.join(f'{name} {version}' for name, version in about['versions'].items())}")
-    print(f"config    {' '.join([about['config'], *about['overrides']])}, amp {about['amp']}")
-    for row in content["self_test"]:
-        order = "channels last" if row["channels_last"] else "contiguous"
-        errors = ", ".join(f"{part} {error:.1e}" for part, error in row.get("errors", {}).items())
-        print(f"self-test {order}: {errors or _reason(row)}")
-    print()
-    print_markdown(HEADS, [_cells(row) for row in content["rows"]])
-    print()
-    for row in content["skipped"]:
-        print(f"no time   {_keys(row)}")
-    if "speedup" in content:
-        rounds = ", ".join(f"{ratio:.2f}" for ratio in content["speedups"])
-        print(f"in turns  the fastest is {content['speedup']:.2f} times as fast as the config's own (rounds: {rounds})")
-    for row in content["turns"]:
-        if row["outcome"] != "ok":
-            print(f"in turns  {summary(row)}")
-    print(f"own       {content['default']}")
-    print(f"best      {content['best'] or 'none: no setting ran'}")
+    about, rows = content["about"], content["rows"]
+    print(f"{verdict(content)}\n")
+    peak = "unknown (--peak-tflops)" if about["peak_tflops"] is None else f"{about['peak_tflops']:g} TFLOP/s"
+    print(f"{about['gpus']} x {about['device']}, {about['memory_bytes'] / GIB:.1f} GiB, peak {peak};")
+    print(f"{', '.join(f'{name} {version}' for name, version in about['versions'].items())};")
+    print(f"{about['config']}, amp {about['amp']}, code {about['code']}; own setting {content['own']}\n")
+    settings = {name: row for name, row in rows.items() if name.startswith(SETTING)}
+    checks = [(name, row) for name, row in rows.items() if name not in settings]
+    _print_table([{"check": name, "found": summary(row), "seconds": f"{row['seconds']:.0f}"} for name, row in checks])
+    ran = [row for row in settings.values() if row["outcome"] == "ok"]
+    _print_table([{key: value for key, value in row.items() if key not in HIDDEN} for row in ran])
+    _print_table([{"setting": name, "found": _reason(row)} for name, row in settings.items() if row not in ran])
+    _print_table([one | {"row": name} for name, row in checks for one in row.get("classes", ())])
 
 
-def _keys(row: Row) -> str:
-    return " ".join(f"{key}={row[key]}" for key in (*SWITCHES, "train_batch_size", "optimizer") if key in row)
+def summary(row: Row) -> str:
+    """The figures of a row, or why it has none."""
+    if row["outcome"] != "ok":
+        return _reason(row)
+    shown = {key: value for key, value in row.items() if key not in HIDDEN and not isinstance(value, list | dict)}
+    return "ok" + "".join(f", {key} {_text(value)}" for key, value in shown.items())
 
 
 def _reason(row: Row) -> str:
-    return f"{row['outcome']}: {row['detail']}" if row.get("detail") else row["outcome"]
+    return f"{row['outcome']}: {row['detail']}"
 
 
-def _cells(row: Row) -> list[str]:
-    cells = [*("on" if row[key] else "off" for key in SWITCHES)]
-    cells += [f"{row['train_batch_size']} x {row['accumulate_steps']}", row["optimizer"]]
-    if row["outcome"] != "ok":
-        return [*cells, _reason(row)[:160]]
-    peak, plan = row["peak_allocated_bytes"], row["plan_peak_bytes"]
-    return [
-        *cells,
-        f"{row['step_s']:.3f}",
-        f"{row['patches_s']:.2f}",
-        cell(row["mfu"], ".1%"),
-        f"{_gib(peak)} ({_gib(row['peak_reserved_bytes'])})",
-        f"{_gib(plan)} ({cell(peak and peak / plan, '.0%')})",
-        f"{row['waiting_share']:.1%}",
-        f"{row['loss_off']:.1%}, {row['gradient_off']:.1%}",
-        f"{row['warm_up_s']:.0f}",
-    ]
+def _print_table(rows: Sequence[Row]) -> None:
+    """In Markdown, with the keys of the first row as heads; nothing without rows."""
+    for cells in [rows[0], ["---"] * len(rows[0]), *(map(_text, row.values()) for row in rows)] if rows else ():
+        print(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    print()
 
 
-def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A Markdown table."""
-    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for cells in lines:
-        print(f"| {' | '.join(cells)} |")
-
-
-def _gib(value: float | None) -> str:
-    return "-" if value is None else f"{value / GIB:.2f}"
-
-
-def cell(value: float | None, form: str) -> str:
-    """Format a number; a dash for None."""
-    return "-" if value is None else format(value, form)
+def _text(value: Any) -> str:
+    """A figure; a dash for None."""
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
