@@ -1,7 +1,6 @@
 """The accelerators of this machine: any device type of torch other than "cpu".
 
-`torch.accelerator` and torch's module of the device type are asked, so that every type takes the same way.  "cuda" is
-named only for what CUDA alone has: NCCL, cuDNN, TF32, compute capability, and blocks that are compiled by default.
+All types take the same way.  Other modules name "cuda" only for what CUDA alone has, such as NCCL, cuDNN and TF32.
 """
 
 from __future__ import annotations
@@ -32,15 +31,6 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     """Free and total bytes, as the driver reports them."""
     info: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
     return info
-
-
-def memory_stats(device: torch.device) -> dict[str, int]:
-    """Statistics of torch's allocator; empty before its first allocation."""
-    return dict(torch.get_device_module(device).memory_stats(device))
-
-
-def reserved_bytes(device: torch.device) -> int:
-    return memory_stats(device).get("reserved_bytes.all.current", 0)
 
 
 def synchronize(device: torch.device) -> None:

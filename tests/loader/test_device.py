@@ -14,7 +14,7 @@ from tests.conftest import textured, write_array
 from tests.support.gpu import GPU, GPU_MARKS, needs_gpu, no_waiting, sleep
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.loader.device import DeviceFeed, apply_symmetries
-from vesuvius.monitor.clock import HostClock, make_clock
+from vesuvius.monitor.clock import StepClock, make_clock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import IntensityRange, PreparedData, prepare_data
@@ -56,7 +56,7 @@ def test_each_volumes_intensity_range_maps_to_minus_one_and_one(tmp_path: Path, 
     options = StreamOptions(16, num_workers=0)
     feed = DeviceFeed(CPU, options, data.job, intensities)
     with feed.open():
-        batch, _ = feed.next(HostClock())
+        batch, _ = feed.next(StepClock())
     x_0 = batch.image
     assert x_0.shape == (16, 1, 8, 16, 16)
     assert x_0.dtype == torch.float32
@@ -89,7 +89,7 @@ on_each_device = pytest.mark.parametrize(
 def test_model_values_do_not_depend_on_prefetch(tmp_path: Path, device: torch.device) -> None:
     """All batches are compared at the end: on a GPU, pinned memory must not be reused before it has been copied."""
     feed, data, options = textured_feed(tmp_path, device)
-    clock = HostClock()
+    clock = StepClock()
     with feed.open():
         expected = [feed.next(clock)[0].image.cpu() for _ in range(24)]
     feed = DeviceFeed(device, options, data.job, [IntensityRange(0, 1000)])
@@ -132,8 +132,11 @@ def test_on_a_gpu_batches_are_those_of_the_cpu_if_a_stream_lags_behind(tmp_path:
     feed, _, _ = textured_feed(tmp_path, GPU)
     with on_cpu.open(), feed.open(), no_waiting():
         with torch.accelerator.current_stream(GPU) if busy == "computing" else feed._copies:
-            sleep(0.3)
-        got = [feed.next(HostClock())[0].image for _ in range(6)]
-        expected = [on_cpu.next(HostClock())[0].image for _ in range(6)]
+            sleep(0.7)
+        got = [feed.next(StepClock())[0].image for _ in range(6)]
+        copied, computed = feed._copies.record_event(), torch.accelerator.current_stream(GPU).record_event()
+        while busy == "computing" and not copied.query():
+            assert not computed.query(), "the device computes while it copies"
+        expected = [on_cpu.next(StepClock())[0].image for _ in range(6)]
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)

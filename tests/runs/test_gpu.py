@@ -15,7 +15,6 @@ import zarr
 from tests.support import sim_device
 from tests.support.gpu import GPU, needs_gpu
 from tests.support.runs import WriteConfig, assert_same_weights, final_weights, records_of, steps_of, vesuvius_train
-from vesuvius.accelerator import empty_cache, memory_stats
 from vesuvius.commands import sample
 from vesuvius.runlog.records import read_records
 from vesuvius.training.loop import TrainingLoop
@@ -83,8 +82,8 @@ def test_a_micro_batch_that_a_gpu_cannot_hold_is_halved(
         if arguments[0].device.type == GPU.type:  # not the trace of the memory plan
             calls.append(len(arguments[0]))
         if calls == [8, 8]:
-            empty_cache()
-            stats = memory_stats(GPU)
+            torch.accelerator.empty_cache()
+            stats = torch.accelerator.memory_stats(GPU)
             kept, peak = (stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak"))
             sim_device.set_total_bytes(int(kept + 0.85 * (peak - kept)))
         accumulate(step, *arguments, **options)

@@ -14,7 +14,7 @@ from tests.conftest import textured, write_array
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.errors import DataError
-from vesuvius.monitor.clock import HostClock, StepTimes
+from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
@@ -22,7 +22,7 @@ from vesuvius.training.step.step import TrainStep
 pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
 
 
-class LateClock(HostClock):
+class LateClock(StepClock):
     """A host clock that reports a step only after the next one, as a GPU's does."""
 
     def finished(self, wait: bool = False) -> list[StepTimes]:

@@ -83,6 +83,7 @@ class _Module:
     """`torch.sim`: what torch, and code for any accelerator, ask the module of a device type for."""
 
     memory_stats = staticmethod(torch.accelerator.memory_stats)
+    memory_reserved = staticmethod(torch.accelerator.memory_reserved)
     reset_peak_memory_stats = staticmethod(torch.accelerator.reset_peak_memory_stats)
 
     def is_available(self) -> bool:

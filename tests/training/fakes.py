@@ -18,7 +18,7 @@ from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import StepClock
 from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.samples import MemorySample
@@ -111,7 +111,7 @@ class Session:
 
     config: Config
     directory: Path
-    clock: HostClock = field(default_factory=HostClock)
+    clock: StepClock = field(default_factory=StepClock)
     again: Callable[[Any], Diagnosis] | None = None
     kept: list[weakref.ref[Any]] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError
-from vesuvius.monitor.clock import HostClock, StepTimes
+from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
@@ -31,7 +31,7 @@ WriteConfig = Callable[..., Path]
 pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
 
 
-class LateClock(HostClock):
+class LateClock(StepClock):
     """Steps finish two steps late, as on a GPU."""
 
     def __init__(self) -> None:

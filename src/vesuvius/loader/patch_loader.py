@@ -19,7 +19,7 @@ from vesuvius.loader.arguments import Arrays, Volumes, data_of, device_of, dtype
 from vesuvius.loader.device import DeviceFeed, PatchBatch
 from vesuvius.loader.ranks import compare_positions, given_rank, launched_rank
 from vesuvius.loader.resident import keeps_resident, open_resident
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.events import check_process, check_state
 from vesuvius.stream.options import StreamChanges, StreamOptions, to_integer
 from vesuvius.stream.start.prepare import IntensityRange, amplified_reads, prepare_data
@@ -165,7 +165,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
     def _begin(self) -> None:
         """Begin in this process, without rank and stream."""
         self._pickled = tuple(vars(self))
-        self._pid, self._clock = os.getpid(), HostClock()  # the clock is required by the feed, not read
+        self._pid = os.getpid()
         self._feed: DeviceFeed | None = None  # None = the rank is unknown
         self._stream: PatchStream | None = None
         self._is_running = False  # else `_state` is the position
@@ -224,7 +224,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
             assert self._feed is not None
             before = stream.state_dict()
             try:
-                batch = self._transformed(self._feed.next(self._clock)[0])
+                batch = self._transformed(self._feed.next(StepClock())[0])
             except BaseException as error:
                 closed = loop.num_closed != self._num_closed
                 if isinstance(error, StopIteration) and not closed:

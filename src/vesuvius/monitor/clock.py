@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -54,52 +54,33 @@ def untimed(part: Part) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class HostClock:
-    """Times steps by the host's clock, for a device that is the host.
+class HostEvent:
+    """An event of a device that is the host: over once it is recorded."""
 
-    Enter the context managers around the parts of a step, not nested, then call `step_done`.  Work between two steps
-    (`pausing`) belongs to the later one.
-    """
+    def record(self) -> None:
+        self._recorded_s = time.perf_counter()
 
-    def __init__(self) -> None:
-        self._spent: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
-        self._last_end = time.perf_counter()
-        self._done: list[StepTimes] = []
+    def query(self) -> bool:
+        return True
 
-    def waiting(self) -> AbstractContextManager[None]:
-        return _spending(self._spent, "data")
+    def synchronize(self) -> None:
+        pass
 
-    def copying(self) -> AbstractContextManager[None]:
-        return _spending(self._spent, "h2d")
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1000 * (end._recorded_s - self._recorded_s)
 
-    def computing(self, part: Part) -> AbstractContextManager[None]:
-        return _spending(self._spent, part)
 
-    def pausing(self) -> AbstractContextManager[None]:
-        return _spending(self._spent, "pause")
-
-    def step_done(self) -> None:
-        now = time.perf_counter()
-        self._done.append(StepTimes(now - self._last_end, **{f"{name}_s": s for name, s in self._spent.items()}))
-        self._spent = dict.fromkeys(_PARTS, 0.0)
-        self._last_end = now
-
-    def finished(self, wait: bool = False) -> list[StepTimes]:
-        """Return the steps finished since the last call, in order; with `wait`, all steps begun."""
-        done, self._done = self._done, []
-        return done
+_Event = Any  # HostEvent or torch.Event
+_Span = tuple[_Event, _Event]  # begin and end of some work of the device
 
 
 @contextmanager
-def _spending(spent: dict[str, float], name: str, now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+def _spending(spent: dict[str, float], name: str, now: Callable[[], float]) -> Iterator[None]:
     started = now()
     try:
         yield
     finally:
         spent[name] += now() - started
-
-
-_Span = tuple[torch.Event, torch.Event]  # begin and end of some work of the device
 
 
 @dataclass
@@ -114,13 +95,16 @@ class _Computed(NamedTuple):
     """A span of computing, and what may explain the gap before it."""
 
     part: Part
-    begin: torch.Event
-    end: torch.Event
+    begin: _Event
+    end: _Event
     before: _HostActivity
 
 
-class AcceleratorClock:
-    """Times steps by the device's clock, without a synchronize per step; used like `HostClock`.
+class StepClock:
+    """Times steps by the device's clock, without a synchronize per step.
+
+    Enter the context managers around the parts of a step, not nested, then call `step_done`.  Work between two steps
+    (`pausing`) belongs to the later one.
 
     Each gap between two spans of computing is split by what the host did between queueing them: copies within the gap
     are h2d_s, then the host's wait is data_s, and the rest is other_s, of which the host's pause is pause_s.  Waits
@@ -130,10 +114,12 @@ class AcceleratorClock:
     Events are reused once their step has been read.  `now` is the host's clock, in seconds.
     """
 
-    def __init__(self, new_event: Callable[[], torch.Event], now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, new_event: Callable[[], _Event] = HostEvent, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._new_event = new_event
         self._now = now
-        self._free: list[torch.Event] = []
+        self._free: list[_Event] = []
         self._end_before = self._recorded()
         self._step: list[_Computed] = []  # of the current step, in order
         self._activity = _HostActivity()
@@ -169,6 +155,7 @@ class AcceleratorClock:
         self._step = []
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
+        """Return the steps finished since the last call, in order; with `wait`, all steps begun."""
         done = []
         while self._pending:
             step = self._pending[0]
@@ -185,13 +172,13 @@ class AcceleratorClock:
             self._pending.popleft()
         return done
 
-    def _recorded(self) -> torch.Event:
+    def _recorded(self) -> _Event:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
 
 
-def _split_step(step: Sequence[_Computed], end_before: torch.Event) -> StepTimes:
+def _split_step(step: Sequence[_Computed], end_before: _Event) -> StepTimes:
     step_s = left_s = _seconds(end_before, step[-1].end)
     spent = dict.fromkeys(_PARTS, 0.0)
     for each in step:
@@ -214,7 +201,7 @@ def _split_step(step: Sequence[_Computed], end_before: torch.Event) -> StepTimes
     return StepTimes(step_s, **{f"{name}_s": seconds for name, seconds in spent.items()})
 
 
-def _seconds_within(gap_s: float, gap_end: torch.Event, copy: _Span) -> float:
+def _seconds_within(gap_s: float, gap_end: _Event, copy: _Span) -> float:
     """Return the part of a copy, in seconds, that lies within the gap that ends after it.
 
     Measured backwards from the gap's end, the latest event: a copy may begin before the gap or, if the host is far
@@ -224,12 +211,9 @@ def _seconds_within(gap_s: float, gap_end: torch.Event, copy: _Span) -> float:
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
 
 
-def _seconds(begin: torch.Event, end: torch.Event) -> float:
+def _seconds(begin: _Event, end: _Event) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-StepClock = HostClock | AcceleratorClock
-
-
 def make_clock(device: torch.device) -> StepClock:
-    return AcceleratorClock(partial(new_event, device, timing=True)) if device.type != "cpu" else HostClock()
+    return StepClock(partial(new_event, device, timing=True)) if device.type != "cpu" else StepClock()

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vesuvius.accelerator import empty_cache
 from vesuvius.config import Triple
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, needs_extra, storage_errors
@@ -255,7 +254,7 @@ class Work:
             try:
                 return size, probe_network(self.network, size, channels, request.patch_zyx, self.device)
             except torch.OutOfMemoryError:
-                empty_cache()
+                torch.accelerator.empty_cache()
                 problem = ConfigError(
                     f"The GPU has too little memory for a batch of {size} tiles of "
                     f"{format_sizes(request.patch_zyx)}; lower the batch size or the patch size"

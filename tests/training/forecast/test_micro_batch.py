@@ -83,7 +83,7 @@ def test_memory_of_other_programs_is_excluded_and_an_explicit_micro_batch_is_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"reserved_bytes.all.current": 2 * GIB})
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
     assert device_memory_bytes(small(), torch.device("cuda")) == 32 * GIB + CONTEXT_BYTES
     monkeypatch.setattr(plan, "fit_micro_batch", None)
     config = small("training.train_batch_size=3", "training.accumulate_steps=4")

@@ -13,7 +13,7 @@ import zarr
 from tests.conftest import textured, write_array
 from vesuvius.config import Config
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.feed import Conditioner, TrainingFeed
@@ -89,7 +89,7 @@ def test_a_condition_is_augmented_with_its_patch(tmp_path: Path) -> None:
     conditioner = Conditioner(None, intensities.conditions, CPU)
     feed = TrainingFeed(DeviceFeed(CPU, options, data.job, intensities.volumes), conditioner)
     with feed.open():
-        batch = feed.next(HostClock())
+        batch = feed.next(StepClock())
     assert batch.condition is not None
     # The condition is the negative: wherever both are, model values add up to 0.  1e-6: float32 rounding near 1.
     torch.testing.assert_close(batch.condition[:, :1], -batch.x_0, rtol=0, atol=1e-6)

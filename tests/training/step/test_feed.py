@@ -14,7 +14,7 @@ import torch
 from tests.loader.test_device import CPU, on_each_device, textured_feed
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.loader.device import DeviceFeed
-from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.step.feed import Conditioner, TrainingFeed
@@ -25,7 +25,7 @@ def test_the_batch_kept_for_diagnosis_holds_its_voxels_after_later_batches(
     tmp_path: Path, device: torch.device
 ) -> None:
     voxels, data, _ = textured_feed(tmp_path, device)
-    feed, clock = TrainingFeed(voxels, Conditioner(None, [], device)), HostClock()
+    feed, clock = TrainingFeed(voxels, Conditioner(None, [], device)), StepClock()
     with feed.open():
         kept = [feed.next(clock).stored for _ in range(3 + 2 * (2 + batches_ahead(voxels.options)))]
     for batch in kept:
@@ -46,7 +46,7 @@ def test_noise_depends_only_on_the_sample_index(tmp_path: Path, device: torch.de
             for batches in range(3):
                 if batches == 1:
                     voxels.stream.reconfigure(prefetch_factor=3)
-                batch = feed.next(HostClock())
+                batch = feed.next(StepClock())
                 assert batch.indices[0] == first + rank + 2 * world * batches
                 assert torch.equal(batch.eps, sample_noise(0, batch.indices, (1, 8, 16, 16), device))
                 assert torch.equal(feed.to_device(batch.stored).eps, batch.eps)
@@ -68,10 +68,10 @@ def test_noise_is_prefetched_and_its_errors_reach_the_trainer(tmp_path: Path, mo
     monkeypatch.setattr("vesuvius.training.step.feed.sample_noise", slow)
     feed = TrainingFeed(textured_feed(tmp_path, CPU)[0], Conditioner(None, [], CPU))
     with feed.open():
-        feed.next(HostClock())
+        feed.next(StepClock())
         assert begun[1].wait(60), "the trainer has the first batch, and asks for nothing"
         goes_on.set()
-        feed.next(HostClock())
+        feed.next(StepClock())
         with pytest.raises(MemoryError, match="for noise"):
-            feed.next(HostClock())
+            feed.next(StepClock())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("noise")]

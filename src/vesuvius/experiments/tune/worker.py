@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vesuvius.accelerator import memory_info, reserved_bytes, synchronize
+from vesuvius.accelerator import synchronize
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
 from vesuvius.experiments.steady import (
@@ -33,8 +33,8 @@ from vesuvius.experiments.steady import (
     reader_times,
 )  # fmt: skip
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
-from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.probes.vram import process_peaks
+from vesuvius.monitor.clock import StepClock
+from vesuvius.monitor.probes.vram import process_peaks, read_vram
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.reading.reader_stats import ReaderTotals
@@ -214,7 +214,7 @@ class TuneWorker:
 
     def _take_batch(self) -> TrainingBatch:
         self._loop.run.watchdog.expects("batch", self._stream.waiting_for)
-        batch = self._loop.batches.next(HostClock())
+        batch = self._loop.batches.next(StepClock())
         self._loop.run.progress.sample_index += len(batch.indices)
         self._between()
         return batch
@@ -269,8 +269,5 @@ class TuneWorker:
 
 def vram_bytes(device: torch.device) -> int | None:
     """Peak GPU memory of this process, including the CUDA context; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    free, total = memory_info(device)
-    foreign = total - free - reserved_bytes(device)
-    return process_peaks(device)[1] + min(max(foreign, 0), CONTEXT_BYTES)
+    use = read_vram(device, new_window=False)
+    return None if use is None else process_peaks(device)[1] + min(use.foreign_bytes, CONTEXT_BYTES)

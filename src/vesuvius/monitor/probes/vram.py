@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vesuvius.accelerator import choose_device, memory_info, memory_stats, properties, reserved_bytes
+from vesuvius.accelerator import choose_device, memory_info, properties
 from vesuvius.monitor.probes.gpus import VramUse
 
 # cuBLAS, cuDNN, and torch for pinned memory, report it without torch's own exception class.
@@ -23,7 +23,7 @@ def process_peaks(device: torch.device) -> tuple[int, int]:
 
     The allocator's own restart whenever the monitor reads them.
     """
-    stats = memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
+    stats = torch.get_device_module(device).memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
     allocated, reserved = (max(_ended[name], stats.get(name, 0)) for name in _PEAKS)
     return allocated, reserved
 
@@ -39,7 +39,7 @@ def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
     try:
         # The driver first: if it hangs, this call releases the GIL; the allocator's calls do not.
         free_bytes, total_bytes = memory_info(device)
-        stats = memory_stats(device)
+        stats = torch_device.memory_stats(device)
         peak_bytes = stats.get(_PEAKS[0], 0)
         if new_window:
             _ended.update({name: max(most, stats.get(name, 0)) for name, most in _ended.items()})
@@ -73,15 +73,10 @@ def gpu_uuid(device: torch.device) -> str | None:
 def used_share() -> float:
     """Return the peak of allocated memory as a share of the memory this process may use; 0 without a working GPU."""
     device = choose_device()
-    if device.type == "cpu":
+    if (use := read_vram(device, new_window=False)) is None:
         return 0.0
-    try:
-        free, total = memory_info(device)
-        fraction: float = torch.get_device_module(device).get_per_process_memory_fraction()
-        may_take = min(fraction * total, free + reserved_bytes(device))
-        return process_peaks(device)[0] / max(may_take, 1)
-    except Exception:  # asked because of an error, after which CUDA may refuse every call
-        return 0.0
+    fraction: float = torch.get_device_module(device).get_per_process_memory_fraction()
+    return use.peak_bytes / max(min(fraction * use.total_bytes, use.free_bytes + use.reserved_bytes), 1)
 
 
 def is_gpu_memory_error(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vesuvius.accelerator import choose_device, memory_info, properties, reserved_bytes
+from vesuvius.accelerator import choose_device, memory_info, properties
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.errors import GpuMemoryError, one_line
 from vesuvius.loader.resident import RESIDENT_SHARE, ram_limit
@@ -130,7 +130,8 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
     if device.type == "cpu":
         return ram_limit(config.monitor.ram_limit_gib).total_bytes // num_local_ranks(config)
     free_bytes, total_bytes = memory_info(device)
-    return min(free_bytes + reserved_bytes(device) + CONTEXT_BYTES, total_bytes)
+    reserved_bytes: int = torch.get_device_module(device).memory_reserved(device)
+    return min(free_bytes + reserved_bytes + CONTEXT_BYTES, total_bytes)
 
 
 def depends_on_memory(training: TrainingConfig, gpu: bool) -> bool:

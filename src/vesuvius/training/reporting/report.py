@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.accelerator import properties, reserved_bytes
+from vesuvius.accelerator import properties
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, StepTimes
@@ -301,4 +301,8 @@ class StepReporter:
     def _vram(self) -> tuple[int, int] | None:
         """Bytes reserved by torch, and total."""
         device = self._run.device
-        return (reserved_bytes(device), properties(device).total_memory) if device.type != "cpu" else None
+        return (
+            (torch.get_device_module(device).memory_reserved(device), properties(device).total_memory)
+            if device.type != "cpu"
+            else None
+        )
