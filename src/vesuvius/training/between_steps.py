@@ -166,13 +166,11 @@ class PeriodicTasks:
                 partial(self._stops, "sampling step of a preview"),
             )
         except Exception as error:
-            if isinstance(error, OSError):  # such as a full disk
-                why, remedy = str(error), disk_remedy(error)
-            elif is_gpu_memory_error(error):
-                why, remedy = f"out of memory ({one_line(error, 100)})", "set training.preview_every=0 to skip previews"
-            else:
+            if not (isinstance(error, OSError) or is_gpu_memory_error(error)):  # such as a full disk
                 raise
-            log.error("no preview of step %d: %s; %s; training continues", progress.step, why, remedy)
+            remedy = disk_remedy(error) if isinstance(error, OSError) else "training.preview_every=0 skips previews"
+            text = "no preview of step %d: %s; %s; training continues"
+            log.error(text, progress.step, why := one_line(error), remedy)
             run.metrics.write("event", event="preview_failed", step=progress.step, text=why)
             progress.previewed_step = progress.step
             return

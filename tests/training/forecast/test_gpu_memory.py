@@ -148,6 +148,21 @@ def test_a_run_out_of_gpu_memory_saves_exits_3_and_resumes_with_the_proposed_ove
     assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5]
 
 
+def test_a_preview_out_of_gpu_memory_is_skipped_and_the_run_goes_on(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError(CUDA_TEXT)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vesuvius.training.between_steps.make_preview", fail)
+    assert vesuvius_train(tiny_config(training={"preview_every": 2, "max_steps": 4, "workers": 0})) == 0
+    assert [event["step"] for event in records_of("event") if event["event"] == "preview_failed"] == [2, 4]
+    log = Path("runs/tiny/logs/train_full.log").read_text()
+    assert "no preview of step 2: CUDA out of memory. Tried to allocate 640.00 MiB" in log
+    assert "training.preview_every=0 skips previews; training continues" in log
+
+
 def test_an_interrupted_update_is_not_saved(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

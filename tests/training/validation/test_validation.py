@@ -198,29 +198,27 @@ def test_a_stop_between_two_batches_ends_it_without_a_result() -> None:
     assert len(recorder.x_t) == 2
 
 
-@pytest.mark.parametrize("fitting", [3, 1, 0])
-def test_out_of_memory_halves_the_batches_and_never_ends_a_run(fitting: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Wrong programs skip the failed batch, repeat a part of it, or measure one set of weights on other batches."""
-    seen: list[int] = []
+def test_out_of_memory_makes_all_figures_unknown_on_all_ranks_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Wrong programs keep the figures of other batches or ranks, as if they were all, or leave the others waiting."""
 
     def short_of_memory(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
-        if len(x_t) > fitting:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        seen.extend(t.tolist())
-        return half(x_t, t, condition)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    config = config_of(batch=5)
-    found = result_of(config, {"ema": half, "raw": short_of_memory})
-    assert "out of memory in a validation of 5 patches at a time (CUDA out of memory. " in caplog.text
-    if not fitting:
-        assert math.isnan(found.weights["ema"].loss)
-        assert math.isnan(found.relative_error)
-        assert "with 1" in caplog.text
-        assert "not validated" in caplog.text
-        return
-    shown = Recorder()
-    assert found == result_of(config, {"ema": half, "raw": shown})
-    assert seen == shown.t
+    config = config_of(batch=4)
+    schedule, sums = Schedule.from_config(config.diffusion, spectrum()), Sums(2)
+
+    def of_rank(rank: int) -> ValidationResult | None:
+        ranks = Ranks(rank, 2)
+        ranks.sum = sums.add  # type: ignore[method-assign]
+        denoisers = {"ema": half, "raw": short_of_memory if rank else half}
+        return validate(config, make_reference(), schedule, spectrum(), denoisers, bool, ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(of_rank, range(2)))
+    for result in results:
+        assert result is not None
+        assert all(math.isnan(of.loss) and math.isnan(of.relative_error) for of in result.weights.values())
+    assert "no validation: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in caplog.text
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.accelerator import empty_cache
 from vesuvius.config import Config, DataConfig
 from vesuvius.diffusion.estimate import Condition, Denoise
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
@@ -180,7 +178,7 @@ def validate(
     weights get the same inputs.  Touches no global generator.  The host draws the noise of a batch while the device
     computes the previous one, and waits for the device only at the end.
 
-    Batches are halved if memory runs out; with a single patch, all figures become NaN, with a warning.
+    If memory runs out, an error is logged and all figures are NaN; a training step of as many patches needs more.
 
     Args:
         spectrum: of training patches; determines the stationary Wiener filter.
@@ -198,44 +196,29 @@ def validate(
     count, bins = timesteps.shape
     # A row per loss and error; the last column counts ranks that stop.
     found = torch.zeros(2 * len(denoisers) + 1, count * bins + 1, device=device)
-
-    def evaluated(pairs: NDArray[np.int64]) -> Tensor:
-        """Losses and errors of a batch, float32 [rows, pairs]."""
-        rows = (pairs // bins).tolist()
-        x_0, condition = reference.x_0(rows), reference.condition(rows)
-        eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
-        t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), device)
-        x_t = schedule.q_sample(x_0, eps, t)
-        losses, errors = [], [_squared_error(schedule.wiener_x_0(spectrum, x_t, t), x_0)]
-        for denoise in denoisers.values():
-            prediction = denoise(x_t, t, condition)
-            losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
-            guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
-            errors.append(_squared_error(guess, x_0))
-        return torch.stack([*losses, *errors])
-
-    pending, size = deque(batches_of_rank(config, ranks.rank, ranks.world)), config.training.micro_batch
-    while pending:
+    for pairs in batches_of_rank(config, ranks.rank, ranks.world):
         if stop():
             found[:, -1] = 1
             break
-        pairs, why = pending.popleft(), ""
+        rows = (pairs // bins).tolist()
         try:
-            found[:, pairs[0] : pairs[-1] + 1] = evaluated(pairs)
+            x_0, condition = reference.x_0(rows), reference.condition(rows)
+            eps = sample_noise(_SEED, pairs, (1, *x_0.shape[2:]), device, purpose=Purpose.VALIDATION)
+            t = to_device(torch.from_numpy(timesteps.ravel()[pairs]), device)
+            x_t = schedule.q_sample(x_0, eps, t)
+            losses, errors = [], [_squared_error(schedule.wiener_x_0(spectrum, x_t, t), x_0)]
+            for denoise in denoisers.values():
+                prediction = denoise(x_t, t, condition)
+                losses.append(loss_per_sample(prediction, x_0, eps, t, schedule, diffusion))
+                guess, _ = schedule.x_0_and_eps(diffusion.prediction, prediction, x_t, t)
+                errors.append(_squared_error(guess, x_0))
+            found[:, pairs[0] : pairs[-1] + 1] = torch.stack([*losses, *errors])
         except Exception as error:
             if not is_gpu_memory_error(error):
                 raise
-            why = one_line(error, 100)
-        if not why:
-            continue
-        # outside the handler, which keeps the activations alive
-        empty_cache()
-        size //= 2
-        log.warning("out of memory in a validation of %d patches at a time (%s); %s", len(pairs), why, _next(size))
-        if not size:
-            found[:, :-1] = math.nan
+            log.error("no validation: out of memory (%s); lower training.train_batch_size", one_line(error, 100))
+            found[:, :-1] = math.nan  # also of the other ranks, which are told by the sum
             break
-        pending = deque(part for batch in (pairs, *pending) for part in np.split(batch, range(size, len(batch), size)))
     ranks.sum(found)  # one rank's figures plus zeros
     # float64 on the host: the mean of a bin does not depend on how the pairs were batched
     figures = np.array(found.tolist())
@@ -249,10 +232,6 @@ def validate(
         for name, loss, error in zip(denoisers, of_bins, of_x_0, strict=True)
     }
     return ValidationResult(patches, tuple(timestep_bins(schedule.timesteps)), weights)
-
-
-def _next(size: int) -> str:
-    return f"continuing with {size}" if size else "not validated: its figures are unknown"
 
 
 def _squared_error(guess: Tensor, x_0: Tensor) -> Tensor:
