@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if args.resume:
         require_run(run_dir(config))
     from vesuvius.launch.launch import launch, resolve_ranks
-    from vesuvius.training.ranks.share import launched_world_size
+    from vesuvius.training.ranks.share import launched_world_size, single_rank_config
     from vesuvius.training.request import Request
 
     request = Request(config, args.config, resume, args.allow_drift)
@@ -64,7 +64,6 @@ def main(argv: list[str]) -> int:
         return EXIT_OK
     if args.tune_worker:
         from vesuvius.experiments.tune.worker import CommandPipe, TuneWorker
-        from vesuvius.training.ranks.share import single_rank_config
         from vesuvius.training.run import train
 
         facts = args.config.with_name("data_facts.pt")  # computing them takes long on a slow store

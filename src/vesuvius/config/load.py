@@ -130,14 +130,6 @@ def read_source(path: Path) -> bytes:
     return f"# Merged from {', '.join(map(show, layers))}.\n\n{to_yaml_block(tree)}".encode()
 
 
-def written_config(path: Path) -> Config | None:
-    """Return the config as the file has it, without variables and overrides; None if it is incomplete without them."""
-    try:
-        return parse_config(read_source(path).decode(), source=str(path))
-    except (ConfigError, OSError, UnicodeDecodeError):
-        return None
-
-
 # ---- to YAML
 
 

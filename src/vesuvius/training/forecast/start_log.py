@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ from torch.nn import functional
 from vesuvius.accelerator import choose_device, synchronize
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.config.describe import CHANGES_TRAINING
-from vesuvius.config.load import written_config
+from vesuvius.config.load import parse_config, read_source
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.monitor.probes.cores import usable_cores
@@ -87,9 +88,10 @@ def startup_lines(
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
     lines.append((info, f"model      {parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, {computed}"))
     now, batch = config.global_batch, f"batch      {sizes} = {config.global_batch} samples per step"
-    # A resumed run is compared with its checkpoint (`drift_effects`).
-    written = None if resumed else written_config(source)
-    if written and (then := written.global_batch) != now:
+    written = config  # a resumed run is compared with its checkpoint (`drift_effects`)
+    with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):  # the file may be incomplete by itself
+        written = config if resumed else parse_config(read_source(source).decode(), source=str(source))
+    if (then := written.global_batch) != now:
         batch += f", but {then} in {source}"
         if advice := batch_advice(config, written):
             lines.append((warning, f"{now} samples per step instead of {then} {advice}"))
