@@ -251,21 +251,16 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step after the first update: with moments, without gradients.  Call it under FakeTensorMode."""
-    step = fake_step(config)
-    step.scaler.scale(torch.zeros(()))  # the scaler creates its state at the first loss
-    _give_gradients(step)
-    step.apply(config.training.lr)
-    return step
-
-
-def fake_step(config: Config) -> TrainStep:
-    """A new step.  Call it under FakeTensorMode."""
     network = _FakeUNet(config.model, config.input_channels, execution(config.training))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
-    return TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
+    step = TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
+    step.scaler.scale(torch.zeros(()))  # the scaler creates its state at the first loss
+    _give_gradients(step)
+    step.apply(config.training.lr)
+    return step
 
 
 def _give_gradients(step: TrainStep) -> None:
@@ -301,6 +296,8 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         out = func(*args, **kwargs)
         if func is torch.ops.prim.device.default:  # two thirds of all calls: every device query of a fake tensor
             return out
+        if func is _aten.native_group_norm_backward.default:  # its fake result has the dtype of the weights
+            out = out[0].to(args[1].dtype), *out[1:]
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._follow(leaf)
