@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -31,14 +31,17 @@ from tests.support.caching_allocator import MIB, Block, CachingAllocator
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import generate
 from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.unet import Execution
+from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.loader.device import apply_symmetries
 from vesuvius.loader.intensity import normalized
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges
-from vesuvius.training.forecast.memory_plan import Footprint, fake_step, traced_step
+from vesuvius.training.forecast.memory_plan import Footprint, _FakeUNet, traced_step
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.step.self_test import check_kernels
+from vesuvius.training.step.setup import execution, resolve_amp
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.fixed_patches import FixedPatches
 from vesuvius.training.validation.validation import ValidationPatches, validate
@@ -69,6 +72,7 @@ class Usage:
     allocated: int = 0
     reserved: int = 0
     retries: int = 0
+    starved: int = 0  # kernels that had to do with a smaller workspace: slower, but not out of memory
     by_phase: dict[str, int] = field(default_factory=dict)  # allocated
 
 
@@ -229,13 +233,15 @@ def _compiled(network: nn.Module, recorder: Recorder, fake: FakeTensorMode) -> I
     torch.compiler.reset()
     for module in network.modules():
         if hasattr(module, "execution"):
-            module.execution = replace(module.execution, call=call)
+            cast(Any, module).execution = replace(cast(Execution, module.execution), call=call)
     yield
     torch.compiler.reset()
     assert not regions.failure, regions.failure
 
 
-def record_life(config: Config, batch: int, workspace_share: float = 1.0, compiled: bool = False) -> Life:
+def record_life(
+    config: Config, batch: int, workspace_share: float = 1.0, compiled: bool = False, resumes: bool = True
+) -> Life:
     """Allocations of a run of `config` with micro-batches of `batch` patches, from the kernel test to a resume."""
     config = config.with_micro_batch(batch)
     traced, patches = traced_step(config, None)._config, config.training.micro_batch * config.training.accumulate_steps
@@ -243,10 +249,11 @@ def record_life(config: Config, batch: int, workspace_share: float = 1.0, compil
     traced = traced.with_training(**update)
     recorder = Recorder(workspace_share)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, recorder, np.errstate(all="ignore"):
-        blocks = partial(_compiled, recorder=recorder, fake=fake) if compiled else nullcontext
+        blocks: Blocks = partial(_compiled, recorder=recorder, fake=fake) if compiled else lambda _: nullcontext()
         _first_session(recorder, traced, blocks)
-        recorder.note("process")
-        _resumed_session(recorder, traced, blocks)
+        if resumes:
+            recorder.note("process")
+            _resumed_session(recorder, traced, blocks)
     return recorder.life
 
 
@@ -257,7 +264,7 @@ def _first_session(recorder: Recorder, config: Config, blocks: Blocks) -> None:
 
 
 def _live(recorder: Recorder, config: Config, step: TrainStep) -> None:
-    _train(recorder, config, step, 2)
+    _train(recorder, config, step, 1)
     recorder.note("mark", "snapshot")
     step.state_dict()
     recorder.note("mark", "validation")
@@ -275,7 +282,7 @@ def _live(recorder: Recorder, config: Config, step: TrainStep) -> None:
 def _resumed_session(recorder: Recorder, config: Config, blocks: Blocks) -> None:
     recorder._tried.clear()
     with recorder.on_host():
-        before = fake_step(config)
+        before = _new_step(config)
         for weight in before.network.parameters():
             weight.grad = torch.zeros_like(weight)
         before.apply(0.0)
@@ -297,9 +304,17 @@ def _begin(recorder: Recorder, config: Config) -> TrainStep:
     recorder.note("mark", "kernel test")
     recorder.note("alloc", ("cuBLAS", 0), CUBLAS_BYTES)
     with patch("vesuvius.training.step.self_test.empty_cache", partial(recorder.note, "empty")):
-        check_kernels(config, config.training.micro_batch, _CPU, config.training.amp)
+        check_kernels(config, config.training.micro_batch, _CPU, resolve_amp(config.training.amp, _CPU))
     recorder.note("mark", "network")
-    return fake_step(config)
+    return _new_step(config)
+
+
+def _new_step(config: Config) -> TrainStep:
+    network = _FakeUNet(config.model, config.input_channels, execution(config.training))
+    for weight in network.parameters():
+        if weight.ndim == 5 and config.training.channels_last:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    return TrainStep(config, network, Schedule.from_config(config.diffusion), _CPU)
 
 
 def _train(recorder: Recorder, config: Config, step: TrainStep, steps: int) -> None:
@@ -341,8 +356,8 @@ def _validate(recorder: Recorder, config: Config, step: TrainStep) -> None:
 def replay(life: Life, capacity: int, greedy_trials: bool = False) -> Usage:
     """Replay a life on a card with `capacity` bytes for torch.
 
-    `greedy_trials`: cuDNN times a kernel whose workspace is all that the card has left.  Torch halves the workspace of
-    trials until it fits.
+    If a workspace does not fit, torch takes a kernel with a smaller one (`Conv_v8.cpp`); that of trials it halves until
+    it fits.  `greedy_trials`: cuDNN times a kernel whose workspace is all that the card has left.
 
     Raises torch.OutOfMemoryError, with the phase.
     """
@@ -368,7 +383,10 @@ def replay(life: Life, capacity: int, greedy_trials: bool = False) -> Usage:
                 case "free" if key in blocks:
                     card.free(blocks.pop(key))
                 case "workspace":
-                    card.free(card.allocate(size))
+                    try:
+                        card.free(card.allocate(size))
+                    except torch.OutOfMemoryError:
+                        usage.starved += 1
                 case "trial":
                     _try_kernels(
                         card, max(card.capacity - card.reserved, card.largest_free()) if greedy_trials else size
