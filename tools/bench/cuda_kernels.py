@@ -1,15 +1,16 @@
-"""List the kernels that inductor would write for a GPU: `for_cuda`, an inner compiler of torch's compile_fx.
+"""List the kernels that inductor would write for a GPU, and write them: `backend`, for torch.compile.
 
 Dynamo, autograd, decompositions and the partitioner run as always, on the CPU's fake tensors.  Each resulting graph is
-then placed on a fake GPU, lowered, and its nodes fused by inductor's own scheduler; nothing is written, compiled or
-launched.  It uses private parts of torch, whose names change: checked with torch 2.13.
+then placed on a fake GPU, lowered, and its nodes fused by inductor's own scheduler.  With `sources`, inductor also
+writes their Triton code, which `triton_kernels.py` compiles.  It uses private parts of torch, whose names change:
+checked with torch 2.13.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from torch._inductor.compile_fx import (
 )
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch._prims_common import suggest_memory_format
@@ -35,18 +37,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vesuvius.training.forecast.memory_plan import FLOPS
 
-# The properties of an A100 that inductor reads: reductions are split so that its multiprocessors have work.
-_GPU = SimpleNamespace(
-    name="A100",
-    multi_processor_count=108,
-    major=8,
-    minor=0,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    gcnArchName="",
-)
+# Name, compute capability, multiprocessors, and bytes of shared memory that one block may ask for, of A100 and H100
+# SXM, from the technical specifications in NVIDIA's CUDA C++ programming guide.
+CARDS = {"sm_80": ("A100", 80, 108, 163 * 1024), "sm_90": ("H100", 90, 132, 227 * 1024)}
+REGISTERS, MOST_THREADS = 65536, 1024  # of a multiprocessor, of a block
 _CUDA = torch.device("cuda", 0)
 _CASTS = {"convert_element_type", "permute", "reshape", "view", "squeeze", "unsqueeze", "clone"}
 
@@ -64,12 +58,22 @@ class Kernel:
 Launch = Callable[[GraphModule, Sequence[Any], list[Kernel]], Any]
 
 
-def backend(launch: Launch) -> Callable[..., Any]:
-    """A backend for torch.compile; the blocks it compiles run by `launch(graph, arguments, kernels)`."""
+# Triton code of distinct kernels, and a name of each, by architecture: a key of `CARDS`.
+Sources = dict[str, dict[str, str]]
+
+
+def backend(launch: Launch, sources: Sources | None = None) -> Callable[..., Any]:
+    """A backend for torch.compile; the blocks it compiles run by `launch(graph, arguments, kernels)`.
+
+    The kernels are those of an A100; those of each architecture in `sources` are written and added to it.
+    """
 
     def inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         with _a_gpu():  # a backward pass may be compiled long after the forward pass
-            kernels = _kernels(graph, inputs, is_backward=options.get("is_backward", False))
+            kernels = _kernels(_lowered(graph, inputs, options))
+        for arch, written in (sources or {}).items():
+            with _a_gpu(arch):
+                written |= _written(_lowered(graph, inputs, options), arch)
 
         def run(arguments: list[Any]) -> Any:
             with _disable_current_modes():
@@ -85,24 +89,46 @@ def backend(launch: Launch) -> Callable[..., Any]:
     return compiled
 
 
-def _kernels(graph: GraphModule, inputs: Sequence[Any], is_backward: bool) -> list[Kernel]:
+@contextmanager
+def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Iterator[GraphLowering]:
+    """Context in which inductor's representation of a graph on a GPU can be scheduled or written."""
+    is_inference = bool(options.get("is_inference"))
     graph = copy.deepcopy(graph)
     view_to_reshape(graph)
     with torch.no_grad():
         fake = fake_tensor_prop(graph, list(inputs))
     record_original_output_strides(graph)
     with V.set_fake_mode(fake):
-        _recursive_post_grad_passes(graph, is_inference=False)
+        _recursive_post_grad_passes(graph, is_inference=is_inference)
         on_gpu = [_moved(value) if isinstance(value, Tensor) else value for value in inputs]
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": _CUDA}
         with torch.no_grad():
             fake_tensor_prop(graph, on_gpu)
-        lowering = GraphLowering(graph, example_inputs=on_gpu, is_backward=is_backward, is_inference=False)
+        lowering = GraphLowering(
+            graph,
+            example_inputs=on_gpu,
+            is_backward=bool(options.get("is_backward")),
+            is_inference=is_inference,
+        )
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(DebugContext()):
             lowering.run(*on_gpu)
-            return [_kernel(node) for node in Scheduler(lowering.operations).nodes if _is_launched(node)]
+            yield lowering
+
+
+def _kernels(lowered: AbstractContextManager[GraphLowering]) -> list[Kernel]:
+    with lowered as lowering:
+        return [_kernel(node) for node in Scheduler(lowering.operations).nodes if _is_launched(node)]
+
+
+def _written(lowered: AbstractContextManager[GraphLowering], arch: str) -> dict[str, str]:
+    """Code of the graph's kernels, without their names, and the names."""
+    from triton_kernels import card  # most uses need no Triton
+
+    with card(arch), lowered as lowering:
+        lowering.codegen()
+        return dict(lowering.wrapper_code.src_to_kernel)
 
 
 def _moved(value: Tensor) -> Tensor:
@@ -131,30 +157,46 @@ def _kernel(node: Any) -> Kernel:
     return Kernel(kind, node.get_read_write_buffers_sizes(), tuple(sorted(names)))
 
 
-def _order_of_cudnn(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
-    """Memory order of a convolution's results: channels last if its input or its weights are."""
+def order_of_cudnn(x: Tensor, weight: Tensor, backend: Any = None) -> torch.memory_format:
+    """Memory order of a convolution's results: channels last if its input or its weights are.
+
+    Replaces `torch._C._conv_determine_backend_memory_format`: torch without CUDA has contiguous results.
+    """
     last = torch.channels_last_3d
     return last if last in (suggest_memory_format(x), suggest_memory_format(weight)) else torch.contiguous_format
 
 
 @contextmanager
-def _a_gpu() -> Iterator[None]:
+def _a_gpu(arch: str = "sm_80") -> Iterator[None]:
+    name, capability, multiprocessors, _ = CARDS[arch]
+    # The properties that inductor reads: reductions are split so that all multiprocessors have work.
+    gpu = SimpleNamespace(
+        name=name,
+        multi_processor_count=multiprocessors,
+        major=capability // 10,
+        minor=capability % 10,
+        warp_size=32,
+        regs_per_multiprocessor=REGISTERS,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=MOST_THREADS,
+        gcnArchName="",
+    )
     interface = "torch._dynamo.device_interface.CudaInterface."
     answers = {
         interface + "is_available": lambda: True,
-        interface + "get_device_properties": lambda device=None: _GPU,
-        interface + "get_compute_capability": lambda device=None: 10 * _GPU.major + _GPU.minor,
+        interface + "get_device_properties": lambda device=None: gpu,
+        interface + "get_compute_capability": lambda device=None: capability,
         "torch.cuda.current_device": lambda: 0,
         "torch.cuda.device_count": lambda: 1,
-        "torch.cuda.get_device_properties": lambda device=None: _GPU,
-        "torch.cuda.get_device_capability": lambda device=None: (_GPU.major, _GPU.minor),
+        "torch.cuda.get_device_properties": lambda device=None: gpu,
+        "torch.cuda.get_device_capability": lambda device=None: (gpu.major, gpu.minor),
         "torch._inductor.scheduler.has_triton": lambda: True,
         # decompositions for a GPU, though graphs are traced on the CPU: the bias of a convolution
         "torch._inductor.decomposition.is_gpu": lambda device: True,
-        # torch without CUDA uses its own convolution, whose result is contiguous
-        "torch._C._conv_determine_backend_memory_format": _order_of_cudnn,
+        "torch._C._conv_determine_backend_memory_format": order_of_cudnn,
     }
+    DeviceProperties.create.cache_clear()
     with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(patch(name, answer))
+        for target, answer in answers.items():
+            stack.enter_context(patch(target, answer))
         yield

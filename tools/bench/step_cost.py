@@ -13,7 +13,10 @@ the bytes that it estimates for each (`cuda_kernels.py`); takes a minute.  The r
 
 The roofline gives each kernel the larger of operations over the peak and bytes over the bandwidth, from data sheets:
 the least that a step takes; MFU is the share of that time in which the peak would do its convolutions and products.
-No kernel reaches its peak: --peak and --bandwidth set the shares of both that you have measured.
+No kernel reaches its peak: two more lines estimate with the shares of each class of kernels in `efficiencies.py`.
+
+--assemble sm_80,sm_90: instead, those kernels go through Triton and ptxas to the machine code of these GPUs, in every
+configuration that inductor would measure (`triton_kernels.py`); fails if one does not compile, does not fit or spills.
 
 --host measures the time of Python and torch's dispatch: the CPU time of the same step with a network of equal depth and
 minimal width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +38,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from cuda_kernels import Kernel, backend
+from cuda_kernels import CARDS, Kernel, Sources, backend, order_of_cudnn
+from efficiencies import ESTIMATES, estimated_seconds, kernel_class
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -58,6 +63,7 @@ _KINDS = {
     "fill": ("zeros", "zeros_like", "zero_", "fill_", "full", "ones_like", "full_like", "_foreach_zero_"),
 }
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
+_VIEWS = ("_unsafe_view",)  # and all whose schema says so
 _HOST_STEPS = 12
 # Limits of one launch of torch's multi-tensor kernels (MultiTensorApply.cuh): tensors, by the number of lists; chunks.
 _MOST_TENSORS, _MOST_CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 65536
@@ -80,7 +86,7 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         super().__init__()  # type: ignore[no-untyped-call]
         self.kinds: defaultdict[str, Cost] = defaultdict(Cost)
         self.syncs = 0
-        self._work: list[tuple[int, int]] = []  # operations and bytes of each kernel
+        self._work: list[tuple[int, int, str]] = []  # operations, bytes and class of each kernel
         self._fused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,10 +98,15 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.syncs += name in _SYNCS
         read = _tensors((args, kwargs))
         written = _tensors(out) or (_tensors(args[:1]) if func._schema.is_mutable else [])  # foreach returns nothing
-        if written and not func.is_view and name not in _NO_KERNEL:
+        if written and not func.is_view and name not in _NO_KERNEL + _VIEWS:
             kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
             flops = of_flops(*args, **kwargs, out_val=out) if of_flops else 0
-            self._add(kind, sum(t.nbytes for t in (*read, *written)), flops, _launches(name, args))
+            moved_bytes = sum(t.nbytes for t in (*read, *written))
+            if name == "convolution_backward":
+                self._add_gradients(args, out, flops)
+            else:
+                of = kernel_class(name, args) if flops else ""
+                self._add(kind, moved_bytes, flops, _launches(name, args), of)
             if self._fused:  # if biases are among the kernels
                 return out
             if name == "convolution" and args[2] is not None:
@@ -115,14 +126,23 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         finally:
             self._fused = False
 
-    def _add(self, kind: str, moved_bytes: int, flops: int = 0, launches: int = 1) -> None:
+    def _add_gradients(self, args: Any, out: Any, flops: int) -> None:
+        """A convolution's backward pass: a kernel for the input's gradient, one for the weight's."""
+        grad, x, weight = args[:3]
+        wanted = [(out[0], weight, "input"), (out[1], x, "weight")]
+        wanted = [each for each, is_wanted in zip(wanted, args[-1][:2], strict=True) if is_wanted]
+        for written, read, gradient in wanted:
+            of = kernel_class("convolution_backward", args, gradient)
+            self._add("convolution", grad.nbytes + read.nbytes + written.nbytes, flops // len(wanted), of=of)
+
+    def _add(self, kind: str, moved_bytes: int, flops: int = 0, launches: int = 1, of: str = "") -> None:
         cost = self.kinds[kind]
         cost.kernels, cost.moved_bytes, cost.flops = (
             cost.kernels + launches,
             cost.moved_bytes + moved_bytes,
             cost.flops + flops,
         )
-        self._work.append((flops, moved_bytes))
+        self._work.append((flops, moved_bytes, of))
 
     @property
     def kernels(self) -> int:
@@ -137,19 +157,18 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         """Bytes moved by all kernels except convolutions and products."""
         return sum(cost.moved_bytes for kind, cost in self.kinds.items() if kind not in ("convolution", "product"))
 
-    def seconds(self, gpu: str, peak_share: float = 1.0, bandwidth_share: float = 1.0) -> float:
-        """Least seconds, at these shares of the data sheet's figures."""
+    def seconds(self, gpu: str) -> float:
+        """Least seconds by the data sheet."""
         peak, bandwidth = GPUS[gpu]
-        return sum(
-            max(flops / (peak * peak_share), moved_bytes / (bandwidth * bandwidth_share))
-            for flops, moved_bytes in self._work
-        )
+        return sum(max(flops / peak, moved_bytes / bandwidth) for flops, moved_bytes, _ in self._work)
+
+    def estimated_seconds(self, gpu: str, how: str) -> float:
+        """Seconds with the shares of `efficiencies.py`, "pessimistic" or "optimistic"."""
+        return sum(estimated_seconds(*work, gpu, *GPUS[gpu], how) for work in self._work)
 
 
 def _launches(name: str, args: Any) -> int:
     """Number of kernels that an operation launches, if known."""
-    if name == "convolution_backward":  # one for the input's gradient, one for the weights'
-        return sum(args[-1][:2])
     if not name.startswith(("_foreach_", "_fused_")):
         return 1
     lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
@@ -165,25 +184,53 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def count(path: Path, overrides: list[str], batch: int | None, compiled: bool = False) -> tuple[Costs, Costs, int, int]:
-    """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step."""
+def count(
+    path: Path, overrides: list[str], batch: int | None, compiled: bool = False, sources: Sources | None = None
+) -> tuple[Costs, Costs, int, int]:
+    """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step.
+
+    `sources` receives the code of the compiled blocks' kernels for each of its architectures.
+    """
     config = read_config(path, overrides)
     batch = batch or config.training.micro_batch
     traced, micro_batch, update = traced_step(config, None), Costs(), Costs()
-    # Gradients are clipped by multi-tensor kernels on a GPU; on a CPU torch has none.
-    on_gpu = patch("torch.nn.utils.clip_grad._has_foreach_support", lambda tensors, device: True)
-    with on_gpu, traced.entered() as step:
-        with micro_batch, _compiled(step.network, micro_batch) if compiled else nullcontext():
+    with _on_gpu(), traced.entered() as step:
+        with micro_batch, _compiled(step.network, micro_batch, sources) if compiled else nullcontext():
             traced.accumulate(batch)
         with update:
             step.apply(config.training.lr)
     return micro_batch, update, batch, config.global_batch // batch
 
 
+def count_evaluation(
+    path: Path, overrides: list[str], batch: int, compiled: bool = False, sources: Sources | None = None
+) -> Costs:
+    """Costs of one prediction for a batch, without gradients: what a sampler repeats."""
+    config = read_config(path, overrides)
+    traced, costs = traced_step(config, None), Costs()
+    with _on_gpu(), traced.entered() as step:
+        x_t = torch.empty(batch, 1, *config.data.patch_size)
+        condition = torch.empty(batch, config.condition_channels, *x_t.shape[2:]) if config.has_condition else None
+        denoise, t = step.denoiser("raw"), torch.zeros(batch, dtype=torch.int64)
+        with costs, _compiled(step.network, costs, sources) if compiled else nullcontext():
+            denoise(x_t, t, condition)
+    return costs
+
+
 @contextmanager
-def _compiled(network: nn.Module, costs: Costs) -> Iterator[None]:
+def _on_gpu() -> Iterator[None]:
+    """Context in which a CPU's fake tensors take a GPU's path."""
+    # Gradients are clipped by multi-tensor kernels on a GPU; on a CPU torch has none.
+    foreach = patch("torch.nn.utils.clip_grad._has_foreach_support", lambda tensors, device: True)
+    order = patch("torch._C._conv_determine_backend_memory_format", order_of_cudnn)
+    with foreach, order:
+        yield
+
+
+@contextmanager
+def _compiled(network: nn.Module, costs: Costs, sources: Sources | None) -> Iterator[None]:
     """Context in which the blocks of a network on fake tensors are compiled regions."""
-    regions = CompiledRegions(backend(costs.launch))
+    regions = CompiledRegions(backend(costs.launch, sources))
 
     def call(block: nn.Module, *arguments: Any) -> Tensor:
         with _disable_current_modes():  # torch does not compile within a mode
@@ -229,25 +276,64 @@ def host_seconds(path: Path, overrides: list[str]) -> tuple[float, float]:
     return micro_batch_s, update_s
 
 
+def assemble(path: Path, overrides: list[str], batch: int | None, inference: bool, archs: Sequence[str]) -> int:
+    """Compile the kernels of the compiled blocks, and print what each takes of a card; return the exit status."""
+    from triton_kernels import assembled, table
+
+    sources: Sources = {arch: {} for arch in archs}
+    if inference:
+        count_evaluation(path, overrides, batch or 1, True, sources)
+    else:
+        count(path, overrides, batch, True, sources)
+    spills = 0
+    for arch in archs:
+        kernels = assembled(sources[arch], arch)
+        spills += sum(kernel.spilled_bytes > 0 for kernel in kernels)
+        print(f"\n{arch}\n\n{table(kernels)}")
+    return int(spills > 0)
+
+
+def print_kinds(what: str, costs: Costs) -> None:
+    """Print a table of the kernels by kind."""
+    print(f"\n| {what} | kernels | GB moved | TFLOP |\n| --- | --- | --- | --- |")
+    for kind, cost in sorted(costs.kinds.items(), key=lambda item: -item[1].moved_bytes):
+        print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
+    print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
+
+
 def main() -> None:
     """Print two tables and a line for each GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
     parser.add_argument("--compiled", action="store_true", help="count compiled blocks")
+    parser.add_argument("--inference", action="store_true", help="count one prediction instead of a step")
+    parser.add_argument(
+        "--assemble",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="ARCH,...",
+        help=f"compile the blocks' kernels to machine code, and nothing else: {', '.join(CARDS)}",
+    )
     parser.add_argument("--host", action="store_true", help="also measure the host's time, eagerly")
-    parser.add_argument("--peak", type=float, default=1.0, help="share of the peak that is reached (default: 1)")
-    parser.add_argument("--bandwidth", type=float, default=1.0, help="share of the bandwidth (default: 1)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    micro_batch, update, batch, pieces = count(args.config, args.overrides, args.batch, args.compiled)
     how = "compiled" if args.compiled else "eager"
-    for what, costs in ((f"a micro-batch of {batch}, {how}", micro_batch), ("an update", update)):
-        print(f"\n| {what} | kernels | GB moved | TFLOP |\n| --- | --- | --- | --- |")
-        for kind, cost in sorted(costs.kinds.items(), key=lambda item: -item[1].moved_bytes):
-            print(f"| {kind} | {cost.kernels} | {cost.moved_bytes / 1e9:.3g} | {cost.flops / 1e12:.3g} |")
-        print(f"| all | {costs.kernels} | - | {costs.flops / 1e12:.3g} |")
+    if args.assemble:
+        sys.exit(assemble(args.config, args.overrides, args.batch, args.inference, args.assemble))
+    if args.inference:
+        batch = args.batch or 1
+        costs = count_evaluation(args.config, args.overrides, batch, args.compiled)
+        print_kinds(f"a prediction for {batch}, {how}", costs)
+        print(f"\nbytes without convolutions and products: {costs.other_bytes / batch / 1e9:.3g} GB a patch")
+        for gpu in GPUS:
+            estimates = (f"{how} {1e3 * costs.estimated_seconds(gpu, how):.1f} ms" for how in ESTIMATES)
+            print(f"{gpu}: at least {1e3 * costs.seconds(gpu):.1f} ms; {', '.join(estimates)}")
+        return
+    micro_batch, update, batch, pieces = count(args.config, args.overrides, args.batch, args.compiled)
+    print_kinds(f"a micro-batch of {batch}, {how}", micro_batch)
+    print_kinds("an update", update)
     print(f"\nbytes without convolutions and products: {micro_batch.other_bytes / batch / 1e9:.3g} GB a patch")
     print(f"host synchronizations: {pieces * micro_batch.syncs + update.syncs} a step")
     flops, host_s = pieces * micro_batch.flops, None
@@ -256,11 +342,13 @@ def main() -> None:
         host_s = pieces * micro_batch_s + update_s
         print(f"host: {1e3 * micro_batch_s:.1f} ms a micro-batch, {1e3 * update_s:.1f} ms an update")
     for gpu, (peak, _) in GPUS.items():
-        of_micro_batch, of_update = (costs.seconds(gpu, args.peak, args.bandwidth) for costs in (micro_batch, update))
-        least_s = pieces * of_micro_batch + of_update
+        least_s = pieces * micro_batch.seconds(gpu) + update.seconds(gpu)
         share = "" if host_s is None else f"; the host takes {host_s / least_s:.0%} of it"
         rate = f"MFU at most {flops / peak / least_s:.0%}"
         print(f"{gpu}: at least {1e3 * least_s:.0f} ms a step of {pieces} x {batch}, {rate}{share}")
+        for how in ESTIMATES:
+            estimate_s = pieces * micro_batch.estimated_seconds(gpu, how) + update.estimated_seconds(gpu, how)
+            print(f"  {how}: {1e3 * estimate_s:.0f} ms, MFU {flops / peak / estimate_s:.0%}")
 
 
 if __name__ == "__main__":
