@@ -46,11 +46,11 @@ from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context, cuDNN and cuBLAS handles, kernels
+CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context, cuDNN and cuBLAS handles, kernels; assumed
 LARGEST_PLANNED_BATCH = 1024  # larger answers are useless
 # Fragmentation of the CPU allocator: 1.3 to 1.6 times the planned bytes were observed.
 _CPU_FRAGMENTATION = 0.5
-# The caching allocator's segments of 2 MiB and more have unused holes.  Assumed, not measured.
+# Holes in the caching allocator's segments: 0 to 5 % of peak and workspace on simulated cards (docs/performance.md).
 _FRAGMENTATION = 0.05
 # Keys of `training` and `data` that determine memory and operations of a step, as they are.
 _STEP_KEYS = ("checkpoint_levels", "deterministic", "optimizer")
@@ -118,7 +118,7 @@ class MemoryPlan:
     @property
     def workspace_bytes(self) -> int:
         """Memory to reorder input and output of the largest convolution, as oneDNN does (with it, float32 peaks agree
-        to 0.1 %); cuDNN, which prefers 16-bit channels-last, is assumed to.
+        to 0.1 %); cuDNN is assumed to.  If less is free, torch takes a kernel with a smaller one (`Conv_v8.cpp`).
         """
         return max(self.convolution_bytes, default=0)
 

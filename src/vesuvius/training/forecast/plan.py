@@ -61,7 +61,7 @@ _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 _STORE_HOLES = 0.125
 
 VRAM_SHARE = 0.92
-"""Share of GPU memory to plan with, as kernels, fragmentation and validations are not planned exactly."""
+"""Share of GPU memory to plan with.  With less left, kernels get smaller workspaces, and are slower."""
 _RAM_SHARE = 0.4  # share of host memory for steps on a CPU; readers and volumes use the rest
 _WARN_SHARE = 0.8
 _NOT_HERE = "--vram-gib"
