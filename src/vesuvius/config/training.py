@@ -72,7 +72,7 @@ class TrainingConfig(Section):
     accumulate_steps: PositiveInt = Field(
         1,
         description="micro-batches per optimizer step; effective batch = train_batch_size (auto: 1) x accumulate_steps "
-        "x ranks",
+        "x ranks; if overrides change it, dry run and log say what usually follows",
     )
     ranks: PositiveInt | Literal["auto"] = Field(
         1, description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun"

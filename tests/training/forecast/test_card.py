@@ -55,11 +55,16 @@ def test_a_run_fits_the_smallest_card_that_the_plan_allows_and_not_one_of_two_th
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    "overrides",
-    [(), ("training.optimizer=adamw",), ("training.checkpoint_levels=[0,1]",), CONDITION],
-    ids=["default", "adamw", "checkpoint_levels", "condition"],
+    ("overrides", "compiled"),
+    [
+        ((), False),
+        ((), True),
+        (("training.optimizer=adamw",), True),
+        (("training.checkpoint_levels=[0,1]",), True),
+        (CONDITION, True),
+    ],
+    ids=["eager", "default", "adamw", "checkpoint_levels", "condition"],
 )
 def test_auto_runs_on_cards_of_16_to_80_gib_and_takes_the_largest_that_does(
     overrides: tuple[str, ...], compiled: bool
@@ -79,4 +84,4 @@ def test_auto_runs_on_cards_of_16_to_80_gib_and_takes_the_largest_that_does(
         print(f"| {gib} | {size} | {planned:.1f} | {tensors:.1f} | {used.reserved / GIB:.1f} | {least:.1f} |")
         if size < 8:
             above = plan_memory(config.with_micro_batch(2 * size))
-            assert above.peak_bytes > 0.8 * room, "twice as many would run"
+            assert above.peak_bytes > 0.75 * room, "twice as many would run with room to spare"
