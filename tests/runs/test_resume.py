@@ -18,6 +18,8 @@ from vesuvius.config.load import read_config
 from vesuvius.training import between_steps, run
 from vesuvius.training import stop as stop_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.training.checkpoint.start import run_state
+from vesuvius.training.checkpoint.trained import read_checkpoint_info
 from vesuvius.training.step.step import TrainStep
 
 
@@ -48,6 +50,30 @@ def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     assert first["total_s"] > last["total_s"]
     assert first["session_s"] < first["total_s"]
     assert first["samples_total"] == 8
+
+
+def test_a_run_from_before_patch_embed_kernel_resumes_bit_by_bit(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its network has kernels of 3, and neither its checkpoint's config nor its file has the key."""
+
+    def before(*arguments: Any) -> dict[str, Any]:
+        state = run_state(*arguments)
+        del state["config"]["model"]["patch_embed_kernel"]
+        return state
+
+    wide = "model.full_res_channels=4"
+    assert vesuvius_train(tiny_config("straight"), wide, "model.patch_embed_kernel=3", "training.max_steps=2") == 0
+    config = tiny_config("parts")
+    with monkeypatch.context() as patch:
+        patch.setattr(between_steps, "run_state", before)
+        assert vesuvius_train(config, wide, "model.patch_embed_kernel=3", "training.max_steps=1") == 0
+    (only,) = list_checkpoints(Path("runs/parts/checkpoints"))
+    assert read_checkpoint_info(only).config.model.patch_embed_kernel == 3, "of samples"
+    assert vesuvius_train(config, wide, "model.patch_embed_kernel=1", "training.max_steps=2", "--resume") == 2
+    assert "model.patch_embed_kernel" in capsys.readouterr().err, "an explicit request is not replaced"
+    assert vesuvius_train(config, wide, "training.max_steps=2", "--resume") == 0
+    assert_same_weights("straight", "parts")
 
 
 @pytest.mark.usefixtures("of_two_micro_batches")

@@ -86,7 +86,7 @@ def describe_type(schema: JsonSchema) -> str:
         case {"const": value}:
             return to_yaml(value)
         case {"enum": choices}:
-            return f"one of {', '.join(choices)}"
+            return f"one of {', '.join(map(str, choices))}"
         case {"prefixItems": items}:
             return f"a list of {len(items)} values, each {describe_type(items[0])}"
         case {"type": "array", "items": item}:

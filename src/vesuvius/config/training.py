@@ -21,6 +21,11 @@ class ModelConfig(Section):
     blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
     stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
     full_res_channels: NonNegativeInt = Field(64, description="channels of the full-resolution blocks; 0 = none")
+    patch_embed_kernel: Literal[1, 3] | None = Field(
+        None,
+        description="boxes of stem_stride voxels per axis from which each voxel of the trunk is embedded; null = 1, or "
+        "3 without full-resolution blocks",
+    )
     attention_heads: NonNegativeInt = Field(8, description="self-attention heads at the coarsest level; 0 = none")
 
     @property

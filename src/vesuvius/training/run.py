@@ -37,7 +37,7 @@ from vesuvius.training.between_steps import GuardActions
 from vesuvius.training.checkpoint.format import newest_checkpoint
 from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.save import CheckpointWriter
-from vesuvius.training.checkpoint.start import is_finished, restore
+from vesuvius.training.checkpoint.start import is_finished, restore, with_network_of
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.plan import (
     depends_on_memory,
@@ -134,6 +134,8 @@ def _begin(
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
         if not isinstance(checked, int):
+            if checked.resumed:
+                config = with_network_of(checked.resumed.config, config)
             config = _check_kernels(config, ranks, can_halve, stop.raise_if_requested)
             checked = replace(checked, can_halve=can_halve)
     except StoppedError:

@@ -64,15 +64,10 @@ class CompiledRegions:
                 out: Tensor = self._compiled[gradients](block, *arguments)
                 return out
             except self._failures as error:
-                reason = one_line(error, 300)
+                reason, what = one_line(error, 300), "inference continues without it, slower"
                 self._compiled.pop(False, None)
-                if not gradients:
-                    log.warning("torch.compile failed: %s; inference continues without it, slower", reason)
-                else:
+                if gradients:
                     self._compiled, self.failure = {}, reason
-                    log.warning(
-                        "torch.compile failed: %s; training continues without it, with slower steps; set "
-                        "training.compile=false to skip the attempt",
-                        reason,
-                    )
+                    what = "training continues without it, slower; set training.compile=false to skip the attempt"
+                log.warning("torch.compile failed: %s; %s", reason, what)
         return call_eager(block, *arguments)

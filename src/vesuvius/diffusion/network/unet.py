@@ -169,22 +169,22 @@ def _downsampling(channels: int, stride_zyx: Triple) -> nn.Conv3d:
 class UNet(nn.Module):
     """The U-Net of `config`; `build_unet` creates one with reproducible weights.
 
-    Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, the output of
-    the first full-resolution block is added to that of the trunk: concatenating would cost too much memory.
+    A convolution of boxes of `stem_stride` voxels leads to the trunk, depth-to-space back.  With `full_res_channels`,
+    the output of the first full-resolution block is added to that of the trunk: concatenating would cost too much
+    memory.
     `in_channels` is 1 for x_t, or 2 for `estimate.split_signal_noise`, plus the channels of the condition.
     """
 
     def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
         super().__init__()
-        if torch.__version__.startswith("2.9."):  # slow, needs far more memory, and was once silently wrong
-            raise ConfigError(
-                f"torch {torch.__version__} is not supported: its Conv3d is broken; install 2.10 or newer"
-            )
         self.config, self.in_channels, self.execution = config, in_channels, execution
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
         self.embed = TimestepEmbedding(4 * first)
-        self.patch_embed = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
+        if (config.patch_embed_kernel or (1 if full else 3)) == 1:
+            self.patch_embed = nn.Conv3d(full or in_channels, first, config.stem_stride, config.stem_stride)
+        else:
+            self.patch_embed = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
         self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
@@ -209,12 +209,19 @@ class UNet(nn.Module):
         stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
         recompute = self.execution.recompute_norm
         if not self.config.full_res_channels:
-            h = self.trunk(self.patch_embed(space_to_depth(x, stride)), embedding)
+            h = self.trunk(self._embedded(x), embedding)
             return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
         fine = run(0, self.full_down, embedding, x, entry=self.full_in)
-        h = self.trunk(self.patch_embed(space_to_depth(fine, stride)), embedding)
+        h = self.trunk(self._embedded(fine), embedding)
         fine = run(0, self.full_up, embedding, h, fine, entry=self.upsample, added=True)
         return call(self.norm_out, fine, self.conv_out, recompute).float()
+
+    def _embedded(self, x: Tensor) -> Tensor:
+        """Embed boxes of `stem_stride` voxels: [B, C, Z, Y, X] -> [B, channels[0], Z/sz, Y/sy, X/sx]."""
+        if self.patch_embed.stride != self.config.stem_stride:
+            x = space_to_depth(x, self.config.stem_stride)
+        out: Tensor = self.patch_embed(x)
+        return out
 
     def _in_memory_format_of_weights(self, x: Tensor) -> Tensor:
         """Return `x` in the memory format of the weights, which the layers preserve.
@@ -270,7 +277,7 @@ def _initialize(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> 
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
             if isinstance(module, Upsample):
                 weight = box_first(weight, 0, math.prod(module.box_zyx))
-            elif prefix == "patch_embed":
+            elif prefix == "patch_embed" and module.stride == (1, 1, 1):
                 weight = box_first(weight, 1, stem_voxels)
             module.weight.copy_(weight)
             module.bias.zero_()

@@ -86,6 +86,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     """
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))
+    config = with_network_of(stored, config)
     before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
     if stored.training.optimizer != config.training.optimizer:
         raise ConfigError(
@@ -119,6 +120,14 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     of_data = [line for line in refused if line.startswith(("plan.", "data.", "dtype "))]
     other_data = any(not line.startswith(_PLAN_VERSION) for line in of_data)
     return CheckpointInfo(path, state["step"], stored, facts, state, drift, refused, other_data)
+
+
+def with_network_of(stored: Config, config: Config) -> Config:
+    """The config with the checkpoint's `patch_embed_kernel` if it leaves the choice open.  Pure."""
+    if config.model.patch_embed_kernel is not None:
+        return config
+    same = {"patch_embed_kernel": stored.model.patch_embed_kernel}
+    return config.model_copy(update={"model": config.model.model_copy(update=same)})
 
 
 def drift_effects(before: Config, now: Config, step: int) -> list[str]:

@@ -128,26 +128,22 @@ class GradientSync:
     def __init__(self, network: nn.Module, global_batch: int, ranks: Ranks) -> None:
         self._global_batch, self._ranks = global_batch, ranks
         self._pending: list[dist.Work] = []
-        self._parallel: DistributedDataParallel | None = None
+        self.parallel: DistributedDataParallel | None = None
         self.forward: nn.Module = network
         if ranks.world > 1:
-            self._parallel = DistributedDataParallel(network, gradient_as_bucket_view=True)
-            self._parallel.register_comm_hook(None, lambda state, bucket: self._start_sum(bucket))
-            self.forward = self._parallel
+            self.parallel = DistributedDataParallel(network, gradient_as_bucket_view=True)
+            self.parallel.register_comm_hook(None, lambda state, bucket: self._start_sum(bucket))
+            self.forward = self.parallel
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Context for the passes of a micro-batch; in the `last` of a step gradients are exchanged."""
-        return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
+        return nullcontext() if last or self.parallel is None else self.parallel.no_sync()
 
     def wait(self) -> None:
         """Wait until the gradients are summed: on a GPU the device waits, on a CPU the host.  Raises RankError."""
         for work in self._pending:
             self._ranks.wait_for(work)
         self._pending.clear()
-
-    @property
-    def parallel(self) -> bool:
-        return self._parallel is not None
 
     def gather(self, losses: Sequence[Tensor]) -> Tensor:
         """Losses of all samples in the order of the global batch, float32 [G], given those of this rank."""

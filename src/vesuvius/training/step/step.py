@@ -68,6 +68,7 @@ class TrainStep:
     Attributes:
         schedule: noise levels, on the device.
         averages: by name; "ema", the first, is used for sampling and publishing.
+        weight_names: what `denoiser` accepts: "raw" for the weights of the last step, and each average.
         timed: `StepClock.computing`, which times each phase; by default nothing is timed.
         updating: weights, moments and averages are being changed; if an error interrupts this, they are unusable.
     """
@@ -89,16 +90,12 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
+        self.weight_names = ("raw", *self.averages)
         self.updating = False
         self.timed: Timed = untimed
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
         self._nonfinite_in_a_row = torch.zeros((), device=device)
-
-    @property
-    def weight_names(self) -> tuple[str, ...]:
-        """Names that `denoiser` accepts: "raw" for the weights of the last step, and each average."""
-        return ("raw", *self.averages)
 
     def accumulate(
         self,
