@@ -66,8 +66,8 @@ class Bench:
     def limit_memory(self, share: float = 1.0) -> None:
         """Free what earlier work left, and limit this process to a share of the GPU's memory."""
         gc.collect()
-        if self.on_gpu:
-            empty_cache()
+        empty_cache()
+        if self.device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(min(share, self._memory_share))
 
     @cached_property
