@@ -171,7 +171,7 @@ def checked(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_first_line_names_the_fastest_setting_and_a_second_call_measures_what_failed(
     checked: Checked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    skipped = {"outcome": "skipped", "detail": "one GPU"}
+    skipped = {"outcome": "skipped", "detail": "one GPU; buy two"}
     assert checked(ranks=skipped, sampling={"outcome": "OSError", "detail": "no compiler"}) == 1
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (

@@ -46,7 +46,7 @@ def verdict(content: Row) -> str:
     unfinished = [
         name for name, row in rows.items() if row["outcome"] in ("skipped", "out of time") and name not in bad
     ]
-    not_run += [f"{name} ({rows[name]['detail']})" for name in unfinished]
+    not_run += [f"{name} ({rows[name]['detail'].partition(';')[0]})" for name in unfinished]  # the table has the remedy
     line += f"; not run: {', '.join(not_run)}" if not_run else ""
     return ("REHEARSAL on a CPU, which says nothing of a GPU: " if about["rehearsal"] else "") + line
 
