@@ -245,7 +245,7 @@ def record_life(
     """Allocations of a run of `config` with micro-batches of `batch` patches, from the kernel test to a resume."""
     config = config.with_micro_batch(batch)
     traced, patches = traced_step(config, None)._config, config.training.micro_batch * config.training.accumulate_steps
-    update = {"accumulate_steps": min(patches // batch, 2), "train_batch_size": batch, "validate_patches": 2}
+    update = {"accumulate_steps": min(patches // batch, 2), "train_batch_size": batch, "validate_patches": 1}
     traced = traced.with_training(**update)
     recorder = Recorder(workspace_share)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, recorder, np.errstate(all="ignore"):
