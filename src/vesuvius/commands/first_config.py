@@ -139,8 +139,7 @@ def _choose_preset(shape: Triple, device: torch.device) -> tuple[Preset, int, fl
 
     Also its micro-batch and the predicted seconds per step.
     """
-    kind = "gpu" if device.type != "cpu" else "cpu"
-    for preset in PRESETS[kind]:
+    for preset in PRESETS.get(device.type, PRESETS["gpu"]):
         patch, _ = fit_patch(shape, preset.patch)
         config = Config(
             name="any",
@@ -148,9 +147,9 @@ def _choose_preset(shape: Triple, device: torch.device) -> tuple[Preset, int, fl
             training=TrainingConfig(train_batch_size="auto", accumulate_steps=_BATCH, optimizer="muon"),
             model=_model(preset, patch),
         )
-        found = fit_micro_batch(config, device_memory_bytes(config, device), kind == "gpu")
+        found = fit_micro_batch(config, device_memory_bytes(config, device), device.type != "cpu")
         step_s = math.sqrt(math.prod(step_range_s(found.step.flops_per_step, device, config.training)))
-        if found.fits and step_s <= _STEP_S[kind]:
+        if found.fits and step_s <= _STEP_S.get(device.type, _STEP_S["gpu"]):
             break
     return preset, found.config.training.micro_batch, step_s
 
@@ -226,9 +225,8 @@ def _training(
 ) -> TrainingConfig:
     """Half an hour in four epochs, 80 to 20,000 steps in total.  Readers leave the trainer a core."""
     per_epoch = int(float(f"{min(max(_RUN_S / step_s, 80), 20_000) / 4:.1e}"))
-    gpu = device.type != "cpu"
-    spare = usable_cores(os.getpid()) - (1 + gpu)
-    most = _READERS["gpu" if gpu else "cpu"] * (3 if remote else 2) // 2
+    spare = usable_cores(os.getpid()) - (1 if device.type == "cpu" else 2)
+    most = _READERS.get(device.type, _READERS["gpu"]) * (3 if remote else 2) // 2
     return TrainingConfig(
         train_batch_size=micro,
         accumulate_steps=_BATCH // micro,

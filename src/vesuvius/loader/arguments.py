@@ -153,10 +153,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"torch does not recognize device {device!r}: {one_line(error)}; choose another") from error
     if target.type not in ("cpu", "cuda", choose_device().type):
-        raise ConfigError(
-            f"device {str(target)!r} is neither the CPU nor a GPU of this machine; use device='cpu' and "
-            f"batch.to({str(target)!r})"
-        )
+        remedy = f"use device='cpu' and batch.to({str(target)!r})"
+        raise ConfigError(f"device {str(target)!r} is neither the CPU nor a GPU of this machine; {remedy}")
     if target.type != "cpu" and (target.index or 0) >= (count := torch.get_device_module(target).device_count()):
         raise ConfigError(f"device {str(target)!r} does not exist: torch finds {count} GPUs; choose another, or None")
     return target

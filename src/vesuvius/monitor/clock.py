@@ -74,15 +74,6 @@ _Event = Any  # HostEvent or torch.Event
 _Span = tuple[_Event, _Event]  # begin and end of some work of the device
 
 
-@contextmanager
-def _spending(spent: dict[str, float], name: str, now: Callable[[], float]) -> Iterator[None]:
-    started = now()
-    try:
-        yield
-    finally:
-        spent[name] += now() - started
-
-
 @dataclass
 class _HostActivity:
     """Copies, waits and pauses of the host since it queued the previous span of computing."""
@@ -125,11 +116,16 @@ class StepClock:
         self._activity = _HostActivity()
         self._pending: deque[list[_Computed]] = deque()
 
-    def waiting(self) -> AbstractContextManager[None]:
-        return _spending(self._activity.spent, "data", self._now)
+    @contextmanager
+    def waiting(self, name: Literal["data", "pause"] = "data") -> Iterator[None]:
+        spent, started = self._activity.spent, self._now()
+        try:
+            yield
+        finally:
+            spent[name] += self._now() - started
 
     def pausing(self) -> AbstractContextManager[None]:
-        return _spending(self._activity.spent, "pause", self._now)
+        return self.waiting("pause")
 
     @contextmanager
     def copying(self) -> Iterator[None]:

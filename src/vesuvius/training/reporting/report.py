@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.accelerator import properties
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError, one_line
 from vesuvius.monitor.clock import StepClock, StepTimes
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.probes.vram import read_vram
 from vesuvius.runlog.logfile import status_line, step_line
 from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import quantile
@@ -300,9 +300,5 @@ class StepReporter:
 
     def _vram(self) -> tuple[int, int] | None:
         """Bytes reserved by torch, and total."""
-        device = self._run.device
-        return (
-            (torch.get_device_module(device).memory_reserved(device), properties(device).total_memory)
-            if device.type != "cpu"
-            else None
-        )
+        use = read_vram(self._run.device, new_window=False)
+        return None if use is None else (use.reserved_bytes, use.total_bytes)
