@@ -301,7 +301,7 @@ struct Allocator final : c10::DeviceAllocator {
     allocated.reset_peak();
     reserved.reset_peak();
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) {
     return {total - reserved.current, total};
   }
   std::mutex mutex;

@@ -118,3 +118,11 @@ def test_laws_freed_memory_is_reused_at_once_unless_another_stream_is_recorded()
     finally:
         sim_device.set_total_bytes(sim_device.TOTAL_BYTES)
     assert torch_sim.memory_stats(GPU)["num_ooms"] >= 1
+
+
+@pytest.mark.long
+def test_each_line_that_only_a_gpu_executes_is_named_in_the_documentation() -> None:
+    if problem := sim_device.missing():
+        pytest.skip(f"the stand-in {problem}")
+    done = subprocess.run([sys.executable, str(REPOSITORY / "tools/gpu_lines.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
