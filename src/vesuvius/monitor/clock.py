@@ -102,7 +102,7 @@ class StepClock:
     hidden behind computing count as 0, unless their gap exists for another reason, such as launching kernels: the
     device's clock does not show when the host waited.
 
-    Events are reused once their step has been read.  `now` is the host's clock, in seconds.
+    `now` is the host's clock, in seconds.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class StepClock:
     ) -> None:
         self._new_event = new_event
         self._now = now
-        self._free: list[_Event] = []
         self._end_before = self._recorded()
         self._step: list[_Computed] = []  # of the current step, in order
         self._activity = _HostActivity()
@@ -161,15 +160,12 @@ class StepClock:
             elif not end.query():
                 break
             done.append(_split_step(step, self._end_before))
-            events = [event for each in step for event in (each.begin, each.end)]
-            events += [event for each in step for copy in each.before.copied for event in copy]
-            self._free += [self._end_before, *(event for event in events if event is not end)]
             self._end_before = end
             self._pending.popleft()
         return done
 
     def _recorded(self) -> _Event:
-        event = self._free.pop() if self._free else self._new_event()
+        event = self._new_event()
         event.record()
         return event
 
