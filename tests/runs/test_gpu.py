@@ -16,6 +16,7 @@ from tests.support import sim_device
 from tests.support.gpu import GPU, needs_gpu
 from tests.support.runs import WriteConfig, assert_same_weights, final_weights, records_of, steps_of, vesuvius_train
 from vesuvius.commands import sample
+from vesuvius.monitor.probes import vram
 from vesuvius.runlog.records import read_records
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.step.step import TrainStep
@@ -83,12 +84,13 @@ def test_a_micro_batch_that_a_gpu_cannot_hold_is_halved(
             calls.append(len(arguments[0]))
         if calls == [8, 8]:
             torch.accelerator.empty_cache()
-            stats = torch.accelerator.memory_stats(GPU)
-            kept, peak = (stats[f"allocated_bytes.all.{name}"] for name in ("current", "peak"))
+            kept, peak = torch.accelerator.memory_allocated(GPU), vram.process_peaks(GPU)[0]
             sim_device.set_total_bytes(int(kept + 0.85 * (peak - kept)))
         accumulate(step, *arguments, **options)
 
     monkeypatch.setattr(TrainStep, "accumulate", with_less_memory)
+    monkeypatch.setattr(vram, "_ended", dict.fromkeys(vram._PEAKS, 0))
+    torch.accelerator.reset_peak_memory_stats(GPU)
     training = TRAINING | {"train_batch_size": "auto", "accumulate_steps": 8, "max_steps": 2, "validate_every": 0}
     try:
         assert vesuvius_train(tiny_config(training=training)) == 0
