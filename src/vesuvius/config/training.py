@@ -19,7 +19,7 @@ class ModelConfig(Section):
         None, description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each"
     )
     blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
-    stem_stride: SizeZYX = Field((2, 2, 2), description="space-to-depth factor (z, y, x) of the stem; [1,1,1] = none")
+    stem_stride: SizeZYX = Field((2, 2, 2), description="voxels (z, y, x) of a box that becomes a voxel of the trunk")
     full_res_channels: NonNegativeInt = Field(64, description="channels of the full-resolution blocks; 0 = none")
     patch_embed_kernel: Literal[1, 3] | None = Field(
         None,
