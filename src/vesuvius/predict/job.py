@@ -65,9 +65,6 @@ class PredictJob(Job):
     def tile_store(self) -> Tiles:
         return Tiles(self.folder / "tiles", self.tiling, self.channels)
 
-    def open_inputs(self) -> Inputs:
-        return Inputs(self.arrays, self.ranges, self.mask, self.box, self.folder)
-
 
 def active_voxels(
     inputs: Inputs, job: PredictJob, block: int, stored: NDArray[np.bool_] | None = None, from_staged: bool = False
@@ -91,7 +88,8 @@ def active_voxels(
 
 def open_runner(job: PredictJob) -> PredictRunner:
     """Open the volumes and the network in the process of a worker."""
-    return PredictRunner(job, job.open_inputs(), open_network(job.network, torch.device(job.device), job.import_folder))
+    inputs = Inputs(job.arrays, job.ranges, job.mask, job.box, job.folder)
+    return PredictRunner(job, inputs, open_network(job.network, torch.device(job.device), job.import_folder))
 
 
 class PredictRunner(TaskRunner):

@@ -20,7 +20,7 @@ from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.predict.progress import OnProgress
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
+from vesuvius.training.checkpoint.trained import read_checkpoint_info
 from vesuvius.training.validation.pictures import MontageCell, Scale, UInt8, draw_grid, joined_slices, with_charts
 from vesuvius.training.validation.texture import measure_texture
 from vesuvius.volume_tools.partial import partial_path
@@ -136,13 +136,6 @@ def _patches_of(voxels: NDArray[np.float32], patch_zyx: Triple) -> list[NDArray[
     ]
 
 
-def held_out_box(info: CheckpointInfo, most_zyx: Triple) -> Box:
-    """The middle of the held-out part of a run's first volume, at most of this size."""
-    held_out = info.data.volumes[0].validation
-    assert held_out is not None
-    return middle_box(held_out, most_zyx)
-
-
 def middle_box(box: Box, most_zyx: Triple) -> Box:
     """The middle of a box, at most of this size."""
     cuts = [max(0, size - most) for size, most in zip(shape_of(box), most_zyx, strict=True)]
@@ -156,8 +149,9 @@ def generate_held_out(run: Path, most_zyx: Triple, out: Path, picture: Path, on_
     `generate_volume`.
     """
     info = read_checkpoint_info(find_checkpoint(run))
-    spec = info.config.data.volumes[0]
-    given = InputConfig(condition=spec.condition, box=held_out_box(info, most_zyx))
+    spec, held_out = info.config.data.volumes[0], info.data.volumes[0].validation
+    assert held_out is not None
+    given = InputConfig(condition=spec.condition, box=middle_box(held_out, most_zyx))
     request = VolumeRequest(info.checkpoint, "ema", (), 0, 4, 0, out, None, workers=1, inputs=given)
     generate_volume(request, on_progress)
     draw_volume_picture(request, picture, spec)
