@@ -154,7 +154,8 @@ def _begin(
         held.enter_context(_removed_if_start_fails(directory))
     directory.begin(config, request.source, checked.data.describe(checked.facts.intensities))
     _open_log(directory)
-    for level, line in startup_lines(config, request.source, checked, ranks.world, resume, existed):
+    source = None if request.make_tuner else request.source  # profiles and trials train otherwise
+    for level, line in startup_lines(config, source, checked, ranks.world, resume, existed):
         log.log(level, "%s", line)
     for line in chosen:
         log.info("%s", line)

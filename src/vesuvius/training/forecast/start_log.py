@@ -56,11 +56,11 @@ _MEASURED_S = 0.5
 
 
 def startup_lines(
-    config: Config, source: Path, checked: Preflight, world: int, resume: bool, existed: bool
+    config: Config, source: Path | None, checked: Preflight, world: int, resume: bool, existed: bool
 ) -> list[tuple[int, str]]:
     """Log level and text of each line: checkpoint, changes since, warnings, data as read by `world` ranks, and network.
 
-    `source` is the file of the config.  With `resume` of a run that `existed`, a checkpoint is expected.
+    The batch is compared with that of `source`.  With `resume` of a run that `existed`, a checkpoint is expected.
     """
     info, warning, resumed, data = logging.INFO, logging.WARNING, checked.resumed, checked.data
     training, device, lines = config.training, choose_device(), list[tuple[int, str]]()
@@ -90,7 +90,8 @@ def startup_lines(
     now, batch = config.global_batch, f"batch      {sizes} = {config.global_batch} samples per step"
     written = config  # a resumed run is compared with its checkpoint (`drift_effects`)
     with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):  # the file may be incomplete by itself
-        written = config if resumed else parse_config(read_source(source).decode(), source=str(source))
+        if source and not resumed:
+            written = parse_config(read_source(source).decode(), source=str(source))
     if (then := written.global_batch) != now:
         batch += f", but {then} in {source}"
         if advice := batch_advice(config, written):
@@ -141,9 +142,7 @@ def _resident_lines(config: Config, checked: Preflight) -> list[str]:
     return [f"  resident {size} of decoded volumes in memory after about step {step}; nothing is read from then on"]
 
 
-def dry_run(
-    config: Config, source: Path, resume: bool, vram_gib: float | None = None, allow_drift: bool = False
-) -> Iterator[str]:
+def dry_run(config: Config, source: Path, resume: bool, vram_gib: float | None, allow_drift: bool) -> Iterator[str]:
     """Start-up lines of a run, then its predicted time, memory and disk space, line by line.  Writes nothing.
 
     `vram_gib` is the GPU memory to plan for; None = this machine's GPU, if any.
