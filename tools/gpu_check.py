@@ -145,9 +145,9 @@ class Check:
         self.seconds(default)
         self.row("speed of convolutions", "convolution_speeds", channels_last=default.channels_last)
         self.row("sampling", "sampling")
-        self.row("train", "train", steps=10 if rehearse else 50)
-        self.row("pytest -m gpu", "gpu_tests")
-        self.row("ranks", "ranks", steps=2 if rehearse else 10)
+        self.row("train", "train", True, steps=10 if rehearse else 50)
+        self.row("pytest -m gpu", "gpu_tests", True)
+        self.row("ranks", "ranks", True, steps=2 if rehearse else 10)
         if best := search(default, device["micro_batches"], self.seconds):
             self._choose(best)
             for patches in device["larger"]:

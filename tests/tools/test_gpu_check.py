@@ -376,7 +376,8 @@ def test_a_rehearsal_has_all_rows_and_a_bare_machine_those_that_need_no_more(tmp
     settings = [row for name, row in content["rows"].items() if name.startswith("setting ")]
     for key in ("compile", "channels_last", "recompute_norm", "optimizer", "train_batch_size"):
         assert len({row[key] for row in settings}) >= 2, key
-    assert {row["train_batch_size"]: row["outcome"] for row in settings} == {1: "ok", 2: "ok", 4: "out of memory"}
+    outcomes = {row["train_batch_size"]: row["outcome"] for row in settings}
+    assert outcomes == {1: "ok", 2: "ok", 4: "out of memory", 8: "out of memory"}
     for row in settings:
         assert row["outcome"] != "ok" or max(row["loss_off"], row["gradient_off"]) > 0, "bf16 does round"
     classes = content["rows"]["speed of convolutions"]["classes"]

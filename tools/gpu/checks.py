@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.efficiencies import kernel_class
 from gpu.measure import Bench, Row, RowError, compare, judged, planned_peak
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vesuvius.accelerator import synchronize
-from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.estimate import split_signal_noise
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
@@ -227,15 +227,6 @@ def fft(bench: Bench) -> Row:
     return judged("the spectral split", off, SLACK * FLOAT32 * math.log2(noisy[0].numel()))
 
 
-def class_of(convolution: Convolution, config: Config) -> str:
-    """The class of kernels for which one efficiency is assumed.  Pure."""
-    if convolution.stride != (1, 1, 1):
-        return "strided"
-    if convolution.weight_shape[2:] == (1, 1, 1):
-        return "1x1x1"
-    return "full resolution" if convolution.input_shape[2:] == config.data.patch_size else "trunk 3x3x3"
-
-
 def seconds_of(bench: Bench, call: Callable[[], Any]) -> float:
     """Seconds of a call, queued back to back."""
     seconds = 0.0
@@ -273,14 +264,23 @@ def convolution_speeds(bench: Bench, channels_last: bool) -> Row:
         ahead, back = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
         gradient = filled(*ahead(x, weight, None, *options).shape)
         calls = {
-            "forward": lambda: ahead(x, weight, None, *options),
-            "input gradient": lambda: back(gradient, x, weight, None, *options, (True, False, False)),
-            "weight gradient": lambda: back(gradient, x, weight, None, *options, (False, True, False)),
+            "": lambda: ahead(x, weight, None, *options),
+            "input": lambda: back(gradient, x, weight, None, *options, (True, False, False)),
+            "weight": lambda: back(gradient, x, weight, None, *options, (False, True, False)),
         }
         flops, moved = 2 * gradient.numel() * weight[0].numel(), x.nbytes + weight.nbytes + gradient.nbytes
         least_s = max(flops / (bench.peak_flops_s or math.inf), moved / bytes_s)
-        row = {"convolution": str(convolution), "class": class_of(convolution, bench.config), "flops": flops}
-        return [row | {"pass": p, "seconds": seconds_of(bench, call), "least_s": least_s} for p, call in calls.items()]
+        row = {"convolution": str(convolution), "flops": flops, "least_s": least_s}
+        kinds = {part: kernel_class("convolution", (x, weight, None, convolution.stride), part) for part in calls}
+        return [
+            row
+            | {
+                "class": kinds[part],
+                "pass": f"{part} gradient" if part else "forward",
+                "seconds": seconds_of(bench, call),
+            }
+            for part, call in calls.items()
+        ]
 
     distinct = network_convolutions(bench.config, bench.config.training.micro_batch)
     kernels = [row for convolution in distinct for row in measured(convolution)]
@@ -288,7 +288,7 @@ def convolution_speeds(bench: Bench, channels_last: bool) -> Row:
 
 
 def classes_of(kernels: list[Row], peak_flops_s: float | None) -> list[Row]:
-    """By class and pass: TFLOP/s, share of the peak, and share of the roofline.  Pure."""
+    """By class of `bench/efficiencies.py` and pass: TFLOP/s, shares of the peak and of the roofline.  Pure."""
     groups: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for kernel in kernels:
         groups[kernel["class"], kernel["pass"]].append(kernel)

@@ -26,7 +26,7 @@ from gpu.runner import die_with_parent
 PACKAGES = ("zarr", "obstore", "numcodecs", "safetensors", "rich", "PIL")
 SYNTH = ("-m", "vesuvius", "volume", "synth", "volumes/demo.zarr", "--shape", "96,128,128")
 TESTS = ("-m", "pytest", "-m", "gpu", "-v", "--tb=line", "-p", "no:cacheprovider")
-RANK_END_S = 90.0  # until a rank has ended after another: the limits of `training/ranks/failure.py`, and a save
+RANK_TIMEOUT, RANK_END_S = "cluster.rank_timeout_minutes=1", 120.0  # a message of a killed rank is waited for so long
 
 
 class Commands:
@@ -164,7 +164,7 @@ def ranks(bench: Bench, steps: int) -> Row:
         off = max(abs(two.get(step, float("nan")) / loss - 1) for step, loss in them.losses("one").items())
         row = judged("losses of two ranks", off, SLACK * ROUNDING["off"])
         for sent in (signal.SIGKILL, signal.SIGTERM)[: None if bench.on_gpu else 1]:
-            first, second = them.ranks(sent.name, *keys, "training.max_steps=100000")
+            first, second = them.ranks(sent.name, *keys, RANK_TIMEOUT, "training.max_steps=100000")
             them.until(lambda: first.poll() is not None or len(them.losses(sent.name)) > 1)  # noqa: B023
             if first.poll() is not None:
                 raise RowError("wrong", f"two ranks ended before {sent.name}: {them.last_line(sent.name)}")
