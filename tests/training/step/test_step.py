@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.gpu import GPU, needs_gpu, no_waiting, sleep
 from vesuvius.accelerator import new_event
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.network.layers import memory_format_of
-from vesuvius.diffusion.network.regions import CompiledRegions
+from vesuvius.diffusion.network.regions import CompiledRegions, call_eager
 from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.randomness import condition_mask, sample_noise
 from vesuvius.diffusion.schedule import Schedule
@@ -363,6 +364,27 @@ def test_a_compiled_network_trains_alike() -> None:
         train(make_step(make_config(train_batch_size=2)), config, steps=2),
         rtol=1e-4,
     )
+
+
+@pytest.mark.long
+def test_blocks_compiled_for_one_set_of_weights_serve_all() -> None:
+    """Else a validation compiles the network again for each average."""
+    counter, config = CompileCounterWithBackend("eager"), make_config(train_batch_size=2)
+    compiled, eager = (
+        TrainStep(
+            config,
+            build_unet(config.model, 0, config.input_channels, CPU, replace(execution(config.training), call=call)),
+            Schedule.from_config(config.diffusion),
+            CPU,
+        )
+        for call in (CompiledRegions(counter), call_eager)
+    )
+    x_t, t, counts = torch.randn(2, 1, *config.data.patch_size), torch.tensor([3, 500]), set()
+    for weights_of in ("ema", "raw", "ema"):
+        assert torch.equal(compiled.denoiser(weights_of)(x_t, t), eager.denoiser(weights_of)(x_t, t))
+        counts.add(counter.frame_count)
+    assert len(counts) == 1
+    assert counts != {0}
 
 
 @pytest.mark.long
