@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.support.gpu import GPU, needs_gpu, no_waiting, sleep
-from vesuvius.accelerator import new_event
+from vesuvius.accelerator import new_event, synchronize
 from vesuvius.config import Config
 from vesuvius.diffusion.estimate import predict
 from vesuvius.diffusion.network.layers import memory_format_of
@@ -528,6 +528,8 @@ def test_on_a_gpu_the_outcome_of_a_step_is_read_without_waiting_for_later_work()
     end.synchronize()
     assert outcome.read() == StepOutcome(3.0, (1.0, 1.0, 1.0), 6.0, True, True, False, 0)
     assert not torch.accelerator.current_stream(GPU).query(), "the later work goes on"
+    synchronize(GPU)
+    assert torch.accelerator.current_stream(GPU).query()
 
 
 @needs_gpu
