@@ -130,11 +130,13 @@ def test_on_a_gpu_batches_are_those_of_the_cpu_if_a_stream_lags_behind(tmp_path:
     (tmp_path / "cpu").mkdir()
     on_cpu, _, _ = textured_feed(tmp_path / "cpu", CPU)
     feed, _, _ = textured_feed(tmp_path, GPU)
+    clock = make_clock(GPU)
     with on_cpu.open(), feed.open(), no_waiting():
         with torch.accelerator.current_stream(GPU) if busy == "computing" else feed._copies:
             sleep(0.7)
-        got = [feed.next(StepClock())[0].image for _ in range(6)]
-        copied, computed = feed._copies.record_event(), torch.accelerator.current_stream(GPU).record_event()
+        got = [feed.next(clock)[0].image for _ in range(6)]
+        computed = torch.accelerator.current_stream(GPU).record_event()
+        copied = clock._step[-1].before.copied[-1][1]
         while busy == "computing" and not copied.query():
             assert not computed.query(), "the device computes while it copies"
         expected = [on_cpu.next(StepClock())[0].image for _ in range(6)]
