@@ -133,12 +133,13 @@ def test_on_a_gpu_batches_are_those_of_the_cpu_if_a_stream_lags_behind(tmp_path:
     clock = make_clock(GPU)
     with on_cpu.open(), feed.open(), no_waiting():
         with torch.accelerator.current_stream(GPU) if busy == "computing" else feed._copies:
-            sleep(0.7)
-        got = [feed.next(clock)[0].image for _ in range(6)]
-        computed = torch.accelerator.current_stream(GPU).record_event()
-        copied = clock._step[-1].before.copied[-1][1]
-        while busy == "computing" and not copied.query():
-            assert not computed.query(), "the device computes while it copies"
+            sleep(1.0)
+        busy_until = torch.accelerator.current_stream(GPU).record_event()
+        got = [feed.next(clock)[0].image]
+        while busy == "computing" and not clock._step[-1].before.copied[-1][1].query():
+            time.sleep(0.001)
+        assert busy == "copying" or not busy_until.query(), "the first is copied while the device computes"
+        got += [feed.next(clock)[0].image for _ in range(5)]
         expected = [on_cpu.next(StepClock())[0].image for _ in range(6)]
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs)

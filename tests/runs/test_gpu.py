@@ -25,10 +25,10 @@ TRAINING = {
     "amp": "off",
     "deterministic": True,
     "accumulate_steps": 2,
-    "max_steps": 3,
-    "validate_every": 3,
-    "validate_patches": 2,
-    "save_every": 3,
+    "max_steps": 2,
+    "validate_every": 2,
+    "validate_patches": 1,
+    "save_every": 2,
 }
 
 

@@ -16,7 +16,7 @@ from tests.support import sim_device
 from tests.support.gpu import GPU, no_waiting, sleep
 
 REPOSITORY = Path(__file__).parents[2]
-FAST = "lags_behind or split_into or snapshot or at_most_two or counted or outcome or equals_one_on or laws"
+FAST = "lags_behind or split_into or snapshot or at_most_two or outcome or equals_one_on or laws"
 on_the_stand_in = pytest.mark.skipif(GPU.type != "sim", reason="a law of the stand-in: needs SIM_GPU=1")
 
 
