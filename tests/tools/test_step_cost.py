@@ -33,7 +33,7 @@ def test_kernels_and_bytes_are_those_counted_by_hand(step_cost: Any) -> None:
     with step_cost.Costs() as costs:
         y = functional.conv3d(x, weight, padding=1)
         y.view(4, -1).t().add_(1.0)
-        y.permute(0, 2, 3, 4, 1).reshape(-1, 4)
+        x.permute(0, 4, 1, 2, 3).reshape(-1)
         y.to(torch.bfloat16)
         torch._foreach_add_([y, x], 1.0)
     size, kinds, bias = x.nbytes, costs.kinds, torch.zeros(4)
@@ -149,7 +149,7 @@ def test_a_compiled_prediction_moves_less_and_does_the_same_work(step_cost: Any)
     demo = REPOSITORY / "configs/demo.yaml"
     eager, compiled = (step_cost.count_evaluation(demo, [], 2, compiled=how) for how in (False, True))
     assert compiled.flops == eager.flops > 0
-    assert compiled.other_bytes < 0.7 * eager.other_bytes
+    assert compiled.other_bytes < 0.9 * eager.other_bytes
 
 
 @pytest.mark.long

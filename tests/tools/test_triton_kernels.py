@@ -30,6 +30,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_configuration_of_a_norm_becomes_machine_code_and_one_that_does_not_fit_is_an_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from triton.runtime.errors import OutOfResources
+
     # Wrong programs: only the first configuration, no assembler, a failure or a spill passed over, another GPU's code.
     step_cost, triton_kernels = bench
     written: Any = {"sm_80": {}}
@@ -44,7 +46,7 @@ def test_each_configuration_of_a_norm_becomes_machine_code_and_one_that_does_not
     assert all("cc=80" in source for source in sources)
 
     kernels = triton_kernels.assembled(sources, "sm_80")
-    assert {kernel.kernel for kernel in kernels} == set(sources.values())
+    assert len({kernel.kernel for kernel in kernels}) == len(sources)
     assert len(kernels) > len(sources), "a kernel of two memory orders has two configurations"
     assert all(0 < kernel.registers < 255 and kernel.spilled_bytes == 0 for kernel in kernels)
     assert f"| all | {len(kernels)} |" in triton_kernels.table(kernels)
@@ -60,10 +62,10 @@ def test_each_configuration_of_a_norm_becomes_machine_code_and_one_that_does_not
 
     with monkeypatch.context() as change:
         change.setattr(triton_kernels.CachingAutotuner, "_precompile_config", crowded)
-        assert all(kernel.spilled_bytes for kernel in triton_kernels.assembled({source: name}, "sm_80"))
+        assert triton_kernels.spilling(triton_kernels.assembled({source: name}, "sm_80")) == {f"{name}.0"}
     with monkeypatch.context() as change:
         change.setitem(triton_kernels.CARDS, "sm_80", (*triton_kernels.CARDS["sm_80"][:-1], 0))
-        with pytest.raises(triton_kernels.OutOfResources, match="shared memory"):
+        with pytest.raises(OutOfResources, match="shared memory"):
             triton_kernels.assembled({source: name}, "sm_80")
     with pytest.raises(Exception, match="nothing"):
         triton_kernels.assembled({source.replace("tl.store", "tl.nothing"): name}, "sm_80")
@@ -82,7 +84,7 @@ def test_each_configuration_of_a_norm_becomes_machine_code_and_one_that_does_not
         ("demo", 8, ["training.amp=fp16"]),
     ],
 )
-def test_all_blocks_of_the_configs_become_machine_code_without_a_spill(
+def test_all_blocks_of_the_configs_become_machine_code_that_does_not_spill(
     bench: Any, config: str, batch: int, overrides: list[str], inference: bool
 ) -> None:
     step_cost, triton_kernels = bench
@@ -93,4 +95,4 @@ def test_all_blocks_of_the_configs_become_machine_code_without_a_spill(
         kernels = triton_kernels.assembled(written, arch)
         print(f"\n{config} {batch} {overrides} {arch}\n{triton_kernels.table(kernels)}")
         assert len(kernels) >= len(written) >= 20
-        assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
+        assert triton_kernels.spilling(kernels) == set()

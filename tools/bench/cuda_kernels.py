@@ -92,7 +92,7 @@ def backend(launch: Launch, sources: Sources | None = None) -> Callable[..., Any
 @contextmanager
 def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Iterator[GraphLowering]:
     """Context in which inductor's representation of a graph on a GPU can be scheduled or written."""
-    is_inference = bool(options.get("is_inference"))
+    is_backward, is_inference = (bool(options.get(key)) for key in ("is_backward", "is_inference"))
     graph = copy.deepcopy(graph)
     view_to_reshape(graph)
     with torch.no_grad():
@@ -106,12 +106,7 @@ def _lowered(graph: GraphModule, inputs: Sequence[Any], options: Mapping[str, An
                 node.kwargs = {**node.kwargs, "device": _CUDA}
         with torch.no_grad():
             fake_tensor_prop(graph, on_gpu)
-        lowering = GraphLowering(
-            graph,
-            example_inputs=on_gpu,
-            is_backward=bool(options.get("is_backward")),
-            is_inference=is_inference,
-        )
+        lowering = GraphLowering(graph, on_gpu, is_backward=is_backward, is_inference=is_inference)
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(DebugContext()):
             lowering.run(*on_gpu)
             yield lowering

@@ -6,48 +6,29 @@ and an optimistic value.  `tools/gpu_check.py` measures the convolutions on a ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-# Convolution kernels on H200, cuDNN, NDHWC, float16: 290 TFLOP/s, 29 % of the peak, for a dilated 3x3x3 convolution of
-# 7 GFLOP, which is small.  https://github.com/tile-ai/TileOPs/issues/1998
-_H200 = "forward on H200: 0.29 (TileOPs issue 1998, a small one); A100 assumed"
-# A whole network of 32 to 320 channels, instance norms in separate kernels: 9.5 volumes of 128^3 a second on A100 are
-# 0.09 of the peak (NVIDIA's DeepLearningExamples, nnUNet, January 2021; 2.9 TFLOP a volume by our count).
+_H200 = "0.29 forward on H200, a small one (github.com/tile-ai/TileOPs/issues/1998); A100 assumed"
 ESTIMATES = {"pessimistic": 4e-6, "optimistic": 2e-6}  # seconds that any kernel takes, with its launch; assumed
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Shares of the peak of bf16, pessimistic and optimistic, and where they come from."""
-
-    a100: tuple[float, float]
-    h100: tuple[float, float]
-    source: str
-
-
-# Narrow layers fill tiles badly; a weight gradient sums over all voxels, in parts that are added afterwards.
+# Shares of the peak of bf16 on A100 and on H100, each pessimistic and optimistic, and where they come from.  Narrow
+# layers fill tiles badly; a weight gradient sums over all voxels, in parts that are added afterwards.
 PEAK = {
-    "3x3x3, 256 channels and more": Shares((0.45, 0.65), (0.29, 0.50), _H200),
-    "3x3x3, 256 channels and more, weight gradient": Shares((0.35, 0.55), (0.20, 0.40), "assumed"),
-    "3x3x3, 128 channels": Shares((0.40, 0.60), (0.25, 0.45), _H200),
-    "3x3x3, 128 channels, weight gradient": Shares((0.30, 0.50), (0.17, 0.35), "assumed"),
-    "3x3x3, 64 channels": Shares((0.28, 0.45), (0.15, 0.30), "assumed"),
-    "3x3x3, 64 channels, weight gradient": Shares((0.15, 0.35), (0.08, 0.22), "assumed"),
-    "strided": Shares((0.25, 0.45), (0.15, 0.30), "assumed"),
-    "strided, input gradient": Shares(
-        (0.06, 0.30),
-        (0.03, 0.20),
-        "assumed; cuDNN 8.1's guide to 3D convolutions lists no stride for 3x3x3 input gradients on tensor cores",
-    ),
-    "few channels": Shares((0.03, 0.08), (0.02, 0.05), "assumed; 1, 2 and 3 channels fill an eighth of a tile at most"),
-    "1x1x1": Shares((0.50, 0.70), (0.35, 0.60), "assumed, as matrix products"),
-    "attention": Shares((0.35, 0.55), (0.30, 0.50), "assumed, heads of 64"),
-    "bf16 product": Shares((0.50, 0.75), (0.40, 0.70), "assumed"),
-    "TF32 product": Shares((0.25, 0.40), (0.20, 0.35), "assumed; its peak is 0.5"),
-    "float32 product": Shares((0.04, 0.055), (0.04, 0.06), "assumed; its peak is 0.0625 and 0.068"),
+    "3x3x3, 256 channels and more": ((0.45, 0.65), (0.29, 0.50), _H200),
+    "3x3x3, 256 channels and more, weight gradient": ((0.35, 0.55), (0.20, 0.40), "assumed"),
+    "3x3x3, 128 channels": ((0.40, 0.60), (0.25, 0.45), _H200),
+    "3x3x3, 128 channels, weight gradient": ((0.30, 0.50), (0.17, 0.35), "assumed"),
+    "3x3x3, 64 channels": ((0.28, 0.45), (0.15, 0.30), "assumed"),
+    "3x3x3, 64 channels, weight gradient": ((0.15, 0.35), (0.08, 0.22), "assumed"),
+    "strided": ((0.25, 0.45), (0.15, 0.30), "assumed"),
+    "strided, input gradient": ((0.06, 0.30), (0.03, 0.20), "assumed; not in cuDNN 8.1's guide to 3D convolutions"),
+    "few channels": ((0.03, 0.08), (0.02, 0.05), "assumed; 1, 2 and 3 channels fill an eighth of a tile at most"),
+    "1x1x1": ((0.50, 0.70), (0.35, 0.60), "assumed, as matrix products"),
+    "attention": ((0.35, 0.55), (0.30, 0.50), "assumed, heads of 64"),
+    "bf16 product": ((0.50, 0.75), (0.40, 0.70), "assumed"),
+    "TF32 product": ((0.25, 0.40), (0.20, 0.35), "assumed; its peak is 0.5"),
+    "float32 product": ((0.04, 0.055), (0.04, 0.06), "assumed; its peak is 0.0625 and 0.068"),
 }
-BANDWIDTH = Shares((0.75, 0.90), (0.70, 0.88), "assumed: every kernel's bytes")
+BANDWIDTH = ((0.75, 0.90), (0.70, 0.88))  # of every kernel's bytes; assumed
 
 
 def kernel_class(name: str, args: Any, gradient: str = "") -> str:
@@ -74,10 +55,6 @@ def estimated_seconds(
     flops: int, moved_bytes: int, kernel: str, gpu: str, peak: float, bandwidth: float, how: str
 ) -> float:
     """Seconds of a kernel: "pessimistic" or "optimistic".  `kernel` is its class, or "" if it only moves bytes."""
-    index = list(ESTIMATES).index(how)
-
-    def share(shares: Shares) -> float:
-        return (shares.a100 if gpu.startswith("A100") else shares.h100)[index]
-
-    compute_s = flops / (peak * share(PEAK[kernel])) if kernel else 0.0
-    return max(compute_s, moved_bytes / (bandwidth * share(BANDWIDTH)), ESTIMATES[how])
+    card, index = int(not gpu.startswith("A100")), list(ESTIMATES).index(how)
+    compute_s = flops / (peak * PEAK[kernel][card][index]) if kernel else 0.0
+    return max(compute_s, moved_bytes / (bandwidth * BANDWIDTH[card][index]), ESTIMATES[how])

@@ -16,7 +16,7 @@ the least that a step takes; MFU is the share of that time in which the peak wou
 No kernel reaches its peak: two more lines estimate with the shares of each class of kernels in `efficiencies.py`.
 
 --assemble sm_80,sm_90: instead, those kernels go through Triton and ptxas to the machine code of these GPUs, in every
-configuration that inductor would measure (`triton_kernels.py`); fails if one does not compile, does not fit or spills.
+configuration that inductor would measure (`triton_kernels.py`); fails if one does not compile or fit, or all spill.
 
 --host measures the time of Python and torch's dispatch: the CPU time of the same step with a network of equal depth and
 minimal width, on patches of 8x8x8.  Above a third of the least device time, a GPU may have to wait for it.
@@ -62,8 +62,7 @@ _KINDS = {
     "add": ("add", "add_", "sub", "sum", "mean"),
     "fill": ("zeros", "zeros_like", "zero_", "fill_", "full", "ones_like", "full_like", "_foreach_zero_"),
 }
-_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device", "detach")
-_VIEWS = ("_unsafe_view",)  # and all whose schema says so
+_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
 _HOST_STEPS = 12
 # Limits of one launch of torch's multi-tensor kernels (MultiTensorApply.cuh): tensors, by the number of lists; chunks.
 _MOST_TENSORS, _MOST_CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 65536
@@ -98,7 +97,7 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.syncs += name in _SYNCS
         read = _tensors((args, kwargs))
         written = _tensors(out) or (_tensors(args[:1]) if func._schema.is_mutable else [])  # foreach returns nothing
-        if written and not func.is_view and name not in _NO_KERNEL + _VIEWS:
+        if written and not func.is_view and name not in _NO_KERNEL:
             kind = next((kind for kind, names in _KINDS.items() if _is_one_of(name, names)), "pointwise")
             flops = of_flops(*args, **kwargs, out_val=out) if of_flops else 0
             moved_bytes = sum(t.nbytes for t in (*read, *written))
@@ -137,11 +136,9 @@ class Costs(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
     def _add(self, kind: str, moved_bytes: int, flops: int = 0, launches: int = 1, of: str = "") -> None:
         cost = self.kinds[kind]
-        cost.kernels, cost.moved_bytes, cost.flops = (
-            cost.kernels + launches,
-            cost.moved_bytes + moved_bytes,
-            cost.flops + flops,
-        )
+        cost.kernels += launches
+        cost.moved_bytes += moved_bytes
+        cost.flops += flops
         self._work.append((flops, moved_bytes, of))
 
     @property
@@ -187,10 +184,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def count(
     path: Path, overrides: list[str], batch: int | None, compiled: bool = False, sources: Sources | None = None
 ) -> tuple[Costs, Costs, int, int]:
-    """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step.
-
-    `sources` receives the code of the compiled blocks' kernels for each of its architectures.
-    """
+    """Costs of a micro-batch and of an update, the patches of the former, and the micro-batches of a step."""
     config = read_config(path, overrides)
     batch = batch or config.training.micro_batch
     traced, micro_batch, update = traced_step(config, None), Costs(), Costs()
@@ -278,19 +272,17 @@ def host_seconds(path: Path, overrides: list[str]) -> tuple[float, float]:
 
 def assemble(path: Path, overrides: list[str], batch: int | None, inference: bool, archs: Sequence[str]) -> int:
     """Compile the kernels of the compiled blocks, and print what each takes of a card; return the exit status."""
-    from triton_kernels import assembled, table
+    from triton_kernels import assembled, spilling, table
 
     sources: Sources = {arch: {} for arch in archs}
     if inference:
         count_evaluation(path, overrides, batch or 1, True, sources)
     else:
         count(path, overrides, batch, True, sources)
-    spills = 0
-    for arch in archs:
-        kernels = assembled(sources[arch], arch)
-        spills += sum(kernel.spilled_bytes > 0 for kernel in kernels)
-        print(f"\n{arch}\n\n{table(kernels)}")
-    return int(spills > 0)
+    kernels = {arch: assembled(written, arch) for arch, written in sources.items()}
+    for arch, of_arch in kernels.items():
+        print(f"\n{arch}\n\n{table(of_arch)}")
+    return int(any(map(spilling, kernels.values())))
 
 
 def print_kinds(what: str, costs: Costs) -> None:
@@ -308,20 +300,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="patches of a micro-batch (default: the config's)")
     parser.add_argument("--compiled", action="store_true", help="count compiled blocks")
     parser.add_argument("--inference", action="store_true", help="count one prediction instead of a step")
-    parser.add_argument(
-        "--assemble",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="ARCH,...",
-        help=f"compile the blocks' kernels to machine code, and nothing else: {', '.join(CARDS)}",
-    )
+    parser.add_argument("--assemble", metavar="ARCH,...", help=f"compile the kernels, only: {', '.join(CARDS)}")
     parser.add_argument("--host", action="store_true", help="also measure the host's time, eagerly")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
     torch.set_num_threads(1)
     how = "compiled" if args.compiled else "eager"
     if args.assemble:
-        sys.exit(assemble(args.config, args.overrides, args.batch, args.inference, args.assemble))
+        sys.exit(assemble(args.config, args.overrides, args.batch, args.inference, args.assemble.split(",")))
     if args.inference:
         batch = args.batch or 1
         costs = count_evaluation(args.config, args.overrides, batch, args.compiled)

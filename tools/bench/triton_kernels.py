@@ -1,8 +1,7 @@
 """Compile Triton's kernels to machine code for a GPU that is not there: `assembled`.
 
-Triton's own compiler and the `ptxas` of its wheel do all the work; only the driver, which would load the code onto the
-card, is replaced.  Every configuration that inductor's autotuner would measure is compiled, including those with
-smaller blocks that it adds after it has seen the registers of the others.  Checked with triton 3.7.1 and torch 2.13.
+Triton's own compiler and `ptxas` do the work; only the driver, which would load the code, is replaced.  Each
+configuration that inductor's autotuner would measure is compiled.  Checked with triton 3.7.1, torch 2.13.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +24,6 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import Placeholder
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime.errors import OutOfResources
-
-__all__ = ["CARDS", "Assembled", "CachingAutotuner", "OutOfResources", "assembled", "card", "table"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class Assembled:
     """A kernel as machine code, in one configuration."""
 
     kernel: str
-    config: str
     registers: int  # of a thread
     spilled_bytes: int  # of a thread, in local memory
     shared_bytes: int  # of a block
@@ -94,47 +89,40 @@ def card(arch: str) -> Iterator[None]:
 def assembled(sources: Mapping[str, str], arch: str) -> list[Assembled]:
     """Compile inductor's kernels, code and name, for a card.
 
-    Raises the error of Triton or ptxas if one fails in any configuration, and OutOfResources if the card has less
-    shared memory than it needs.
+    Raises Triton's or ptxas's error if a configuration fails, and OutOfResources if it needs too much shared memory.
     """
     folder = tempfile.TemporaryDirectory()
     caches = patch.dict("os.environ", TRITON_CACHE_DIR=folder.name, TORCHINDUCTOR_CACHE_DIR=folder.name)
     with folder, caches, card(arch):
-        return [each for source, name in sources.items() for each in _assembled(source, name)]
+        named = ((source, f"{name}.{number}") for number, (source, name) in enumerate(sources.items()))
+        return [each for source, name in named for each in _assembled(source, name)]
+
+
+def spilling(kernels: Sequence[Assembled]) -> set[str]:
+    """Kernels all of whose configurations spill; the autotuner discards a configuration that spills 16 words."""
+    return {each.kernel for each in kernels} - {each.kernel for each in kernels if not each.spilled_bytes}
 
 
 def _assembled(source: str, name: str) -> Iterator[Assembled]:
     source = source.replace(str(Placeholder.KERNEL_NAME), "triton_").replace(str(Placeholder.DESCRIPTIVE_NAME), name)
     kernel: CachingAutotuner = PyCodeCache.load(source).triton_
-    kernel.compile_results = [kernel._precompile_config(config) for config in kernel.configs]
-    for result in kernel.compile_results:
-        result.make_launcher()  # loads it
-    if kernel._could_rblock_scale:
-        for config in kernel._iter_rblock_scale_candidates():
-            kernel.compile_results.append(kernel._precompile_config(config))
-            kernel.compile_results[-1].make_launcher()
-    for result in kernel.compile_results:
-        binary, config = result.kernel, result.config
-        blocks = " ".join(f"{key}={value}" for key, value in config.kwargs.items())
-        yield Assembled(
-            name,
-            f"{blocks} warps={config.num_warps} stages={config.num_stages}",
-            binary.n_regs,
-            4 * binary.n_spills,
-            binary.metadata.shared,
-        )
+    kernel.compile_results = []
+    smaller = kernel._iter_rblock_scale_candidates() if kernel._could_rblock_scale else ()
+    for config in chain(kernel.configs, smaller):  # the latter look at the results of the former
+        kernel.compile_results.append(kernel._precompile_config(config))
+        kernel.compile_results[-1].make_launcher()  # loads it
+        binary = kernel.compile_results[-1].kernel
+        yield Assembled(name, binary.n_regs, 4 * binary.n_spills, binary.metadata.shared)
 
 
 def table(kernels: Sequence[Assembled]) -> str:
-    """A row for each kernel: its configurations, and the most that one of them takes."""
-    rows = ["| kernel | configurations | registers | spilled bytes | shared bytes |", "| --- | --- | --- | --- | --- |"]
-    by_name: defaultdict[str, list[Assembled]] = defaultdict(list)
-    for each in kernels:
-        by_name[each.kernel].append(each)
-    by_name["all"] = list(kernels)
-    for name, group in by_name.items():
-        registers, spilled, shared = (
-            max(getattr(each, figure) for each in group) for figure in ("registers", "spilled_bytes", "shared_bytes")
+    """A row for each kernel: its configurations, and the most that those without a spill take."""
+    rows = ["| kernel | configurations | that spill | registers | shared bytes |", "| --- | --- | --- | --- | --- |"]
+    for name in (*dict.fromkeys(each.kernel for each in kernels), "all"):
+        group = [each for each in kernels if name in ("all", each.kernel)]
+        good = [each for each in group if not each.spilled_bytes]
+        registers, shared = (
+            max((getattr(e, figure) for e in good), default=0) for figure in ("registers", "shared_bytes")
         )
-        rows.append(f"| {name} | {len(group)} | {registers} | {spilled} | {shared} |")
+        rows.append(f"| {name} | {len(group)} | {len(group) - len(good)} | {registers} | {shared} |")
     return "\n".join(rows)
