@@ -135,11 +135,9 @@ class Network:
         self.info = read_checkpoint_info(request.checkpoint, request.overrides)
         self.device = choose_device()
         config, data = self.info.config, self.info.data
-        compiled = is_compiled(config.training, self.device)
+        compiled = is_compiled(config.training, self.device) and evaluations >= WORTH_COMPILING
         if compiled:
-            compiled = evaluations >= WORTH_COMPILING
-            how = "is compiled first, for a minute" if compiled else "is not compiled"
-            log.info("The network %s: %d evaluations of a patch, worth it from %d", how, evaluations, WORTH_COMPILING)
+            log.info("%d evaluations of a patch: the network is compiled first, which takes a minute", evaluations)
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         arguments = request.weights, self.schedule, self.device, compiled
         self.denoiser = Denoiser(self.info, *arguments)

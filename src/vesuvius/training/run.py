@@ -40,7 +40,6 @@ from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.start import is_finished, restore, with_network_of
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
 from vesuvius.training.forecast.plan import (
-    depends_on_memory,
     device_memory_bytes,
     gpu_memory_error,
     resolve_micro_batch,
@@ -130,7 +129,10 @@ def _begin(
     if resume and existed:  # first: another process may still be writing the checkpoint
         held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
     try:
-        config, chosen = run_unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.is_requested)
+        own_bytes = device_memory_bytes(config, choose_device(ranks.local_rank))
+        config, chosen = run_unless_stopped(
+            lambda: resolve_micro_batch(request.config, ranks.reduce_min(own_bytes)), stop.is_requested
+        )
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
         if not isinstance(checked, int):
@@ -180,14 +182,6 @@ def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config,
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.check()
     return config, replace(checked, fixed=ranks.receive(mine=True))
-
-
-def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
-    """On rank 0, the config with a micro-batch that fits the device of every rank, and a log line."""
-    device = choose_device(ranks.local_rank)
-    if not depends_on_memory(config.training, device.type != "cpu"):
-        return config, []
-    return resolve_micro_batch(config, ranks.reduce_min(device_memory_bytes(config, device)))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:

@@ -206,22 +206,14 @@ class UNet(nn.Module):
         self.check_size(batch, (z, y, x_size))
         x = self._in_memory_format_of_weights(x)
         embedding = self.embed(t)
-        stride, run, call = self.config.stem_stride, self.execution.run, self.execution.call
-        recompute = self.execution.recompute_norm
-        if not self.config.full_res_channels:
-            h = self.trunk(self._embedded(x), embedding)
-            return depth_to_space(call(self.norm_out, h, self.conv_out, recompute), stride).float()
-        fine = run(0, self.full_down, embedding, x, entry=self.full_in)
-        h = self.trunk(self._embedded(fine), embedding)
-        fine = run(0, self.full_up, embedding, h, fine, entry=self.upsample, added=True)
-        return call(self.norm_out, fine, self.conv_out, recompute).float()
-
-    def _embedded(self, x: Tensor) -> Tensor:
-        """Embed boxes of `stem_stride` voxels: [B, C, Z, Y, X] -> [B, channels[0], Z/sz, Y/sy, X/sx]."""
-        if self.patch_embed.stride != self.config.stem_stride:
-            x = space_to_depth(x, self.config.stem_stride)
-        out: Tensor = self.patch_embed(x)
-        return out
+        stride, full, run = self.config.stem_stride, self.config.full_res_channels, self.execution.run
+        fine = run(0, self.full_down, embedding, x, entry=self.full_in) if full else x
+        boxes = fine if self.patch_embed.stride == stride else space_to_depth(fine, stride)
+        h = self.trunk(self.patch_embed(boxes), embedding)
+        if full:
+            h = run(0, self.full_up, embedding, h, fine, entry=self.upsample, added=True)
+        out: Tensor = self.execution.call(self.norm_out, h, self.conv_out, self.execution.recompute_norm)
+        return (out if full else depth_to_space(out, stride)).float()
 
     def _in_memory_format_of_weights(self, x: Tensor) -> Tensor:
         """Return `x` in the memory format of the weights, which the layers preserve.
@@ -234,8 +226,7 @@ class UNet(nn.Module):
 
     def check_size(self, batch: int, size_zyx: Triple) -> None:
         """Raise ConfigError if the strides do not divide the size, or a tensor would reach 2^31 elements."""
-        problem = self.config.size_problem(size_zyx)
-        if problem:
+        if problem := self.config.size_problem(size_zyx):
             raise ConfigError(problem)
         elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels)
         if elements >= INT32_LIMIT:

@@ -124,9 +124,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
 
 def with_network_of(stored: Config, config: Config) -> Config:
     """The config with the checkpoint's `patch_embed_kernel` if it leaves the choice open.  Pure."""
-    if config.model.patch_embed_kernel is not None:
-        return config
-    same = {"patch_embed_kernel": stored.model.patch_embed_kernel}
+    same = {"patch_embed_kernel": config.model.patch_embed_kernel or stored.model.patch_embed_kernel}
     return config.model_copy(update={"model": config.model.model_copy(update=same)})
 
 

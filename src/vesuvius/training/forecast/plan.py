@@ -134,11 +134,6 @@ def device_memory_bytes(config: Config, device: torch.device) -> int:
     return min(free_bytes + reserved_bytes + CONTEXT_BYTES, total_bytes)
 
 
-def depends_on_memory(training: TrainingConfig, gpu: bool) -> bool:
-    """Whether `resolve_micro_batch` has an `auto` to replace.  Pure."""
-    return training.train_batch_size == "auto" or (gpu and training.recompute_norm == "auto")
-
-
 def resolve_micro_batch(
     config: Config, available_bytes: int | None = None, gpu: bool | None = None
 ) -> tuple[Config, list[str]]:
@@ -148,7 +143,7 @@ def resolve_micro_batch(
     """
     device = choose_device()
     gpu = device.type != "cpu" if gpu is None else gpu
-    if not depends_on_memory(config.training, gpu):
+    if config.training.train_batch_size != "auto" and not (gpu and config.training.recompute_norm == "auto"):
         return config, []
     available_bytes = device_memory_bytes(config, device) if available_bytes is None else available_bytes
     found = fit_micro_batch(config, available_bytes, gpu)
