@@ -1,7 +1,5 @@
 """Lists the lines of a training step that no test executes because they need a real GPU, and those that ask for CUDA.
 
-    python tools/gpu_lines.py
-
 Runs the tests of the files below on the CPU and, with SIM_GPU=1, on the stand-in (tests/support/sim_device.py).  A line
 that neither executes counts if its function chooses by device.  Exits with 1 if the table in docs/performance.md lacks
 its function.  Takes minutes.
@@ -36,11 +34,11 @@ CPU_TESTS = [
 CHOICE = re.compile(r"device|cuda|gpu|pinned|accelerator")
 CUDA = re.compile(r"'cuda|torch\.cuda|is_cuda|\.cudnn\b|torch\.version\.cuda")
 SECTION = "#### Lines that only a GPU executes\n"
+# This file is also a plugin of pytest, which notes the executed lines.
 _seen: dict[str, set[int]] = {str(SOURCE / name): set() for name in FILES}
 
 
 def pytest_configure() -> None:
-    """In a test process, which loads this file as a plugin: note each executed line of the files."""
     threading.settrace(_trace)
     sys.settrace(_trace)
 
@@ -52,8 +50,7 @@ def pytest_unconfigure() -> None:
 
 
 def _trace(frame: FrameType, event: str, _: Any) -> Any:
-    lines = _seen.get(frame.f_code.co_filename)
-    if lines is None:
+    if (lines := _seen.get(frame.f_code.co_filename)) is None:
         return None
     lines.add(frame.f_lineno)
     return _trace
@@ -86,7 +83,6 @@ class Statement(NamedTuple):
     node: ast.stmt
 
     def text(self) -> str:
-        """Its code, of a compound one the first line."""
         return ast.unparse(self.node).splitlines()[0]
 
     def chooses_by_device(self) -> bool:
@@ -118,8 +114,6 @@ def main() -> int:
         print(f"{'' if name in named else 'UNNAMED '}{name}:{line}: {text}")
     unnamed = {name for name, *_ in found} - named
     print(f"{len(found)} lines in {len({name for name, *_ in found})} functions, {len(unnamed)} unnamed")
-    for name in sorted(named - {name for name, *_ in found}):
-        print(f"no longer there: {name}")
     return bool(unnamed)
 
 

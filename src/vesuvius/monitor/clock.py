@@ -23,8 +23,7 @@ Part = Literal["forward", "backward", "optimizer", "comm"]
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "pause")
 
-Timed = Callable[[Part], AbstractContextManager[None]]
-"""`StepClock.computing`, or `untimed` if no clock is needed."""
+Timed = Callable[[Part], AbstractContextManager[None]]  # `StepClock.computing`, or `untimed`
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ class StepClock:
     Each gap between two spans of computing is split by what the host did between queueing them: copies within the gap
     are h2d_s, then the host's wait is data_s, and the rest is other_s, of which the host's pause is pause_s.  Waits
     hidden behind computing count as 0, unless their gap exists for another reason, such as launching kernels: the
-    device's clock does not show when the host waited.
-
-    `now` is the host's clock, in seconds.
+    device's clock does not show when the host waited.  `now` is the host's clock, in seconds.
     """
 
     def __init__(

@@ -13,16 +13,12 @@ _OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA
 _NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
 _NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
 
-
 _PEAKS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 _ended = dict.fromkeys(_PEAKS, 0)  # of all past windows in this process, which uses one GPU
 
 
 def process_peaks(device: torch.device) -> tuple[int, int]:
-    """Return the peaks of allocated and reserved bytes since this process began.
-
-    The allocator's own restart whenever the monitor reads them.
-    """
+    """Return the peaks of allocated and reserved bytes since this process began; the monitor resets the allocator's."""
     stats = torch.get_device_module(device).memory_stats(device)  # first: a window that ends meanwhile is in `_ended`
     allocated, reserved = (max(_ended[name], stats.get(name, 0)) for name in _PEAKS)
     return allocated, reserved
@@ -60,10 +56,7 @@ def read_vram(device: torch.device, new_window: bool = True) -> VramUse | None:
 
 
 def gpu_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a `torch.device`, without NVML's prefix (GPU-, or MIG- for a partition).
-
-    None on a CPU, or if torch cannot tell.
-    """
+    """Return a GPU's UUID without NVML's prefix (GPU-, or MIG- for a partition); None if torch cannot tell."""
     try:
         return str(properties(device).uuid) if device.type != "cpu" else None
     except Exception:
