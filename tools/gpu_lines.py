@@ -34,7 +34,6 @@ CPU_TESTS = [
 CHOICE = re.compile(r"device|cuda|gpu|pinned|accelerator")
 CUDA = re.compile(r"'cuda|torch\.cuda|is_cuda|\.cudnn\b|torch\.version\.cuda")
 SECTION = "#### Lines that only a GPU executes\n"
-# This file is also a plugin of pytest, which notes the executed lines.
 _seen: dict[str, set[int]] = {str(SOURCE / name): set() for name in FILES}
 
 
