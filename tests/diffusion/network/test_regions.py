@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,16 @@ def test_a_failed_compilation_continues_eagerly_with_one_warning(
     assert said[0].startswith(f"torch.compile failed: {regions.failure}; ")
     assert "no C compiler" in regions.failure
     assert said[0].endswith("set training.compile=false to skip the attempt")
+
+
+def test_inference_is_compiled_on_another_thread() -> None:
+    """As in a worker, which computes on two threads; torch keeps its limit of 8 variants for each."""
+    regions = CompiledRegions(counter := CompileCounterWithBackend("eager"))
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        for size in range(9):
+            pool.submit(torch.inference_mode()(regions), torch.exp, torch.ones(1 + size)).result()
+        regions(torch.exp, torch.ones(10))
+    assert counter.frame_count == 10
 
 
 @pytest.mark.long

@@ -29,6 +29,21 @@ def _call_inference(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return block(*arguments)
 
 
+def _set_torch_up() -> None:
+    """Change settings of torch, which newer versions keep for each thread."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    # DDP would split blocks at the bounds of its buckets, for an overlap that the order of the blocks gives anyway.
+    torch._dynamo.config.optimize_ddp = False
+    # Compile backward passes together with their forward pass: a failure then leaves no partial gradients.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    # Layout optimization makes inductor copy inputs and weights of 3D convolutions to contiguous order.
+    torch._inductor.config.layout_optimization = False
+
+
 class CompiledRegions:
     """Runs blocks compiled: those of training steps, and with other code those without gradients.
 
@@ -38,17 +53,7 @@ class CompiledRegions:
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        import torch._dynamo.config
-        import torch._functorch.config
-        import torch._inductor.config
-
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-        # DDP would split blocks at the bounds of its buckets, for an overlap that the order of the blocks gives anyway.
-        torch._dynamo.config.optimize_ddp = False
-        # Compile backward passes together with their forward pass: a failure then leaves no partial gradients.
-        torch._functorch.config.force_non_lazy_backward_lowering = True
-        # Layout optimization makes inductor copy inputs and weights of 3D convolutions to contiguous order.
-        torch._inductor.config.layout_optimization = False
+        _set_torch_up()
         self._failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
         # torch counts variants by function: shapes of inference must not use up those of training.
         self._compiled: dict[bool, Any] = {
@@ -59,15 +64,18 @@ class CompiledRegions:
 
     def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
         gradients = torch.is_grad_enabled()
-        if gradients in self._compiled:
+        if compiled := self._compiled.get(gradients):
+            if torch._dynamo.config.recompile_limit < _MOST_VARIANTS:
+                _set_torch_up()
             try:
-                out: Tensor = self._compiled[gradients](block, *arguments)
+                out: Tensor = compiled(block, *arguments)
                 return out
             except self._failures as error:
                 reason, what = one_line(error, 300), "inference continues without it, slower"
-                self._compiled.pop(False, None)
+                is_first = self._compiled.pop(gradients, None)  # of several threads
                 if gradients:
                     self._compiled, self.failure = {}, reason
                     what = "training continues without it, slower; set training.compile=false to skip the attempt"
-                log.warning("torch.compile failed: %s; %s", reason, what)
+                if is_first:
+                    log.warning("torch.compile failed: %s; %s", reason, what)
         return call_eager(block, *arguments)
