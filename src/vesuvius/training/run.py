@@ -17,15 +17,7 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import (
-    EXIT_DATA,
-    EXIT_OK,
-    RunMovedError,
-    StorageError,
-    VesuviusError,
-    disk_remedy,
-    one_line,
-)
+from vesuvius.errors import EXIT_DATA, EXIT_OK, RunMovedError, StorageError, VesuviusError, disk_remedy, one_line
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
@@ -39,11 +31,7 @@ from vesuvius.training.checkpoint.progress import Progress, without_cleared
 from vesuvius.training.checkpoint.save import CheckpointWriter
 from vesuvius.training.checkpoint.start import is_finished, restore, with_network_of
 from vesuvius.training.checkpoint.trained import read_facts, write_facts
-from vesuvius.training.forecast.plan import (
-    device_memory_bytes,
-    gpu_memory_error,
-    resolve_micro_batch,
-)
+from vesuvius.training.forecast.plan import device_memory_bytes, gpu_memory_error, resolve_micro_batch
 from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import startup_lines
 from vesuvius.training.loop import TrainingLoop
@@ -129,10 +117,7 @@ def _begin(
     if resume and existed:  # first: another process may still be writing the checkpoint
         held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
     try:
-        own_bytes = device_memory_bytes(config, choose_device(ranks.local_rank))
-        config, chosen = run_unless_stopped(
-            lambda: resolve_micro_batch(request.config, ranks.reduce_min(own_bytes)), stop.is_requested
-        )
+        config, chosen = run_unless_stopped(lambda: _with_micro_batch(request.config, ranks), stop.is_requested)
         request = replace(request, config=config)
         checked = run_unless_stopped(lambda: _check(request, directory, ranks.local_world), stop.is_requested)
         if not isinstance(checked, int):
@@ -182,6 +167,12 @@ def _begin_other_rank(ranks: Ranks, held: contextlib.ExitStack) -> tuple[Config,
     if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
         cache.check()
     return config, replace(checked, fixed=ranks.receive(mine=True))
+
+
+def _with_micro_batch(config: Config, ranks: Ranks) -> tuple[Config, list[str]]:
+    """On rank 0, `resolve_micro_batch` for the device of every rank."""
+    own_bytes = device_memory_bytes(config, choose_device(ranks.local_rank))  # waits for the driver
+    return resolve_micro_batch(config, ranks.reduce_min(own_bytes))
 
 
 def _check(request: Request, directory: RunDir, ranks_here: int) -> Preflight | int:

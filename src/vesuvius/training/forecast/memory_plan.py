@@ -35,13 +35,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
 from vesuvius.training.ranks.share import RankShare
-from vesuvius.training.step.setup import (
-    AmpMode,
-    build_meta_network,
-    execution,
-    resolve_amp,
-    uses_channels_last,
-)
+from vesuvius.training.step.setup import AmpMode, build_meta_network, execution, resolve_amp, uses_channels_last
 from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
