@@ -1,7 +1,7 @@
 """Is a config right on this GPU, and in which setting is it fastest?  At most 15 minutes; read the first line.
 
     python tools/gpu_check.py                          # configs/exp001_full.yaml; options: --help
-    python tools/gpu_check.py --rehearse               # the same code in a minute on a CPU with tiny sizes
+    python tools/gpu_check.py --rehearse               # the same code in minutes on a CPU with tiny sizes
 
 Needs a CUDA GPU, and torch, numpy, pyyaml, psutil and pydantic; no network, no data and no installation of vesuvius,
 which is then taken from ../src.  Rows that need more (zarr, pytest, a second GPU) are skipped with the reason.
@@ -203,7 +203,7 @@ def main() -> int:
         findings.begin({"config": config, "code": code, "rehearsal": arguments.rehearse} | device)
         Check(worker, findings, STARTED + 60 * arguments.minutes, device).run()
     except (ValueError, OSError) as error:
-        print(f"gpu_check cannot start: {error}", file=sys.stderr)
+        print(f"gpu_check stops: {error}", file=sys.stderr)
         return EXIT_USAGE
     finally:
         worker.close()

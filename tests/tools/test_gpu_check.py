@@ -354,7 +354,7 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
     done = run_check(tmp_path, "--rehearse", **bare_machine(tmp_path, "torch", "numpy", "pyyaml", "psutil"))
     assert (done.returncode, done.stdout) == (2, "")
     remedy = "run: python -m pip install pydantic"
-    assert done.stderr == f"gpu_check cannot start: No module named 'pydantic'; {remedy}\n"
+    assert done.stderr == f"gpu_check stops: No module named 'pydantic'; {remedy}\n"
     done = run_check(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a CUDA GPU" in done.stderr

@@ -19,10 +19,14 @@ SETTING = "setting "  # begins the name of a row of one
 
 
 def failures(content: Row) -> list[str]:
-    """Names of the rows that are wrong, then of those that failed; a setting counts only if it is the config's own."""
-    own = SETTING + content["own"]
-    bad = {name: row for name, row in content["rows"].items() if row["outcome"] not in ("ok", "skipped")}
-    return sorted((n for n in bad if n == own or not n.startswith(SETTING)), key=lambda n: bad[n]["outcome"] != "wrong")
+    """Names of the rows that are wrong, then of those that failed; of the settings only the config's own may not."""
+    wrong, failed, own = list[str](), list[str](), SETTING + content["own"]
+    for name, row in content["rows"].items():
+        if row["outcome"] == "wrong":
+            wrong.append(name)
+        elif row["outcome"] not in ("ok", "skipped") and (name == own or not name.startswith(SETTING)):
+            failed.append(name)
+    return wrong + failed
 
 
 def verdict(content: Row) -> str:
@@ -33,7 +37,7 @@ def verdict(content: Row) -> str:
     learned = [(s["optimizer"], s["train_batch_size"] * s["accumulate_steps"]) for s in (about["setting"], *tried)]
     ran = learned[1:].count(learned[0])
     if best is None:
-        line = f"it is unknown which setting is fastest: {ran} measured, and the search did not end"
+        line = f"it is unknown which setting is fastest: {ran} measured"
     elif best == content["own"]:
         line = f"nothing: the config's own setting is the fastest of {ran} measured"
     else:

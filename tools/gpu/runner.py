@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import multiprocessing
@@ -37,14 +38,20 @@ class Findings:
     """`content` of a JSON file, replaced after each row: "about" what was measured, and "rows" by name."""
 
     def __init__(self, path: Path, restart: bool) -> None:
+        """Raises ValueError: another process measures into it."""
         self._path, self.content = path, {"about": {}, "rows": {}}
+        self._lock = path.with_suffix(".log").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another gpu_check measures into {path}; end it, or name another --json") from None
         if path.exists() and not restart:
             self.content = json.loads(path.read_text(encoding="utf-8"))
 
     def begin(self, about: Row) -> None:
         """Say what is measured.  Raises ValueError: the rows so far are of something else."""
-        before = self.content["about"]
-        if changed := [key for key in ("config", "code", "device") if before and before.get(key) != about[key]]:
+        before, same = self.content["about"], ("config", "code", "device", "versions")
+        if changed := [key for key in same if before and before.get(key) != about[key]]:
             was, now = ([each[key] for key in changed] for each in (before, about))
             raise ValueError(f"{self._path} is of {changed} {was}, not {now}; add --restart, or name another --json")
         self.content["about"] = about
