@@ -68,16 +68,14 @@ def test_laws_work_is_asynchronous_and_ordered_by_streams_and_events_alone() -> 
     begin, end = (torch.Event(GPU, enable_timing=True) for _ in range(2))
     host = torch.zeros(2, pin_memory=True)
     with no_waiting():
-        began = time.monotonic()
         begin.record()
-        sleep(0.2)
+        sleep(1.0)
         x = torch.ones(2, device=GPU)
         host.copy_(x, non_blocking=True)
         end.record()
         with other:  # nothing makes it wait
             early = torch.empty(2, pin_memory=True).copy_(torch.zeros(2, device=GPU), non_blocking=True)
             done = other.record_event()
-        assert time.monotonic() - began < 0.15
         assert host.tolist() == [0, 0]
         assert not end.query()
         while not done.query():
@@ -86,7 +84,7 @@ def test_laws_work_is_asynchronous_and_ordered_by_streams_and_events_alone() -> 
         assert not end.query(), "the other stream was faster"
     end.synchronize()
     assert host.tolist() == [1, 1]
-    assert 195 < begin.elapsed_time(end) < 600
+    assert 995 < begin.elapsed_time(end) < 100_000, "milliseconds"
     assert main.query()
     pageable = torch.ones(2)
     with no_waiting(), pytest.raises(RuntimeError, match="host waits"):
@@ -102,7 +100,7 @@ def test_laws_freed_memory_is_reused_at_once_unless_another_stream_is_recorded()
         x = torch.full((1000,), 1.0, device=GPU)
         torch_sim.synchronize()
         with other:
-            sleep(0.1)
+            sleep(0.5)
             late = x + 0
         if is_recorded:
             x.record_stream(other)

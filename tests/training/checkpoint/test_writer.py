@@ -202,6 +202,7 @@ def test_buffers_are_reused_unless_shape_dtype_or_layout_change() -> None:
 def test_on_a_gpu_a_snapshot_does_not_wait_for_other_streams() -> None:
     """Such as that of sums with a rank that has failed, which never complete."""
     state, snapshot, sums = {"w": torch.zeros(2**20, device=GPU)}, Snapshot(), torch.Stream(GPU)
+    state["w"].add_(0)  # loads the kernel, for which a GPU may finish all other work
     snapshot.take(state)
     with sums:
         sleep(1.0)
