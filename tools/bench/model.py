@@ -41,7 +41,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius t
 import torch
 from bench.machine import describe_machine
 from bench.pairs import ratios, spread, turns
-from gpu.report import GIB, cell, print_markdown
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -54,7 +53,7 @@ from vesuvius.training.step.setup import build_meta_network, build_network, exec
 
 Row = dict[str, Any]
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 LARGEST_DEVIATION = 0.03  # relative difference of parameters that counts as equal
 LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths
 
@@ -295,6 +294,12 @@ def _widths(spec: Spec) -> str:
 # ---- the command
 
 
+def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    for cells in (heads, ["---"] * len(heads), *lines):
+        print(f"| {' | '.join(cells)} |")
+
+
 def print_measured(rows: Sequence[Row]) -> None:
     heads = ["system", "channels", "parameters M", "saved MiB", "to monai", "s a step", "to monai", "CPU s", "to monai"]
     lines = []
@@ -315,7 +320,7 @@ def print_full_size(rows: Sequence[Row]) -> None:
         for amp in ("bf16", "off"):
             first, further = row[f"saved_bytes_{amp}"], row[f"saved_bytes_per_further_patch_{amp}"]
             share = reference and first / reference[f"saved_bytes_{amp}"]
-            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", cell(share, ".2f")]
+            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", "-" if share is None else f"{share:.2f}"]
         lines.append(cells)
     print_markdown(heads, lines)
 
