@@ -219,6 +219,7 @@ def test_out_of_memory_makes_all_figures_unknown_on_all_ranks_and_ends_no_run(ca
         assert result is not None
         assert all(math.isnan(of.loss) and math.isnan(of.relative_error) for of in result.weights.values())
     assert "no validation: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)" in caplog.text
+    assert "no validation: out of memory (on another rank)" in caplog.text
 
 
 @pytest.mark.gpu

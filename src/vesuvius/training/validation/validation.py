@@ -178,7 +178,7 @@ def validate(
     weights get the same inputs.  Touches no global generator.  The host draws the noise of a batch while the device
     computes the previous one, and waits for the device only at the end.
 
-    If memory runs out, an error is logged and all figures are NaN; a training step of as many patches needs more.
+    If memory runs out, all ranks log an error and all figures are NaN; a training step of as many patches needs more.
 
     Args:
         spectrum: of training patches; determines the stationary Wiener filter.
@@ -194,7 +194,8 @@ def validate(
     device, diffusion = schedule.device, config.diffusion
     timesteps = validation_timesteps(patches, schedule.timesteps)
     count, bins = timesteps.shape
-    # A row per loss and error; the last column counts ranks that stop.
+    why = "on another rank"
+    # A row per loss and error; the last column counts ranks that stop, and is NaN if memory ran out.
     found = torch.zeros(2 * len(denoisers) + 1, count * bins + 1, device=device)
     for pairs in batches_of_rank(config, ranks.rank, ranks.world):
         if stop():
@@ -216,15 +217,16 @@ def validate(
         except Exception as error:
             if not is_gpu_memory_error(error):
                 raise
-            log.error("no validation: out of memory (%s); lower training.train_batch_size", one_line(error, 100))
-            found[:, :-1] = math.nan  # also of the other ranks, which are told by the sum
+            found[:], why = math.nan, one_line(error, 100)  # on all ranks, by the sum
             break
     ranks.sum(found)  # one rank's figures plus zeros
     # float64 on the host: the mean of a bin does not depend on how the pairs were batched
     figures = np.array(found.tolist())
     ranks.check_sums()
-    if figures[0, -1]:
+    if figures[0, -1] > 0:
         return None
+    if math.isnan(figures[0, -1]):
+        log.error("no validation: out of memory (%s); lower training.train_batch_size", why)
     means = figures[:, :-1].reshape(-1, count, bins).mean(axis=1)
     of_bins, linear, of_x_0 = np.split(means, [len(denoisers), len(denoisers) + 1])
     weights = {
