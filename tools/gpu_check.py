@@ -8,7 +8,8 @@ which is then taken from ../src.  Rows that need more (zarr, pytest, a second GP
 
 Each row is measured in a child process and written to --json as it ends; one that hangs, crashes or breaks CUDA has
 the reason.  The same command again measures what is missing or failed; --restart begins again.
-Exit codes: 0 all right; 1 something is wrong or failed, or no setting ran; 2 no GPU, a missing package, wrong options.
+Exit codes: 0 all right; 1 something is wrong or failed, or no setting ran; 2 no GPU, a missing package, wrong options,
+a file that cannot be written.
 The optimizer and larger effective batches are measured, not chosen: they decide what is learned.
 """
 
@@ -33,7 +34,7 @@ from gpu.runner import Findings, Row, Worker
 
 STARTED = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
-EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 MARGIN = 0.01  # a smaller gain does not change the setting
 # Least time left to begin a row, and longest of one, by whether it compiles.
 LIMITS = {False: (10.0, 240.0), True: (45.0, 420.0)}
@@ -205,6 +206,9 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"gpu_check stops: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("gpu_check was interrupted; the same command goes on with the next row", file=sys.stderr)
+        return EXIT_INTERRUPTED
     finally:
         worker.close()
     findings.write()

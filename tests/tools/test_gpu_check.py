@@ -190,19 +190,25 @@ def test_the_first_line_names_the_fastest_setting_and_a_second_call_measures_wha
         "of 4 measured"
     )
     assert checked("--peak-tflops=1") == 2, "rows of another request stay"
+    other = importlib.import_module("gpu.runner").Findings(checked.folder / "check.json", False)
+    assert checked() == 2, "two would replace each other's rows"
+    del other
 
 
 def test_rows_that_are_wrong_hang_or_die_are_rows_with_the_reason_and_the_first_line(
     checked: Checked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = {"outcome": "wrong", "detail": "off by 1"}
-    assert checked(muon={"act": "hang"}, fft={"act": "die"}, scaler=wrong) == 1
+    wrong, late = {"outcome": "wrong", "detail": "off by 1"}, {"outcome": "out of time", "detail": "none left"}
+    assert checked(muon={"act": "hang"}, fft={"act": "die"}, scaler=wrong, train=late) == 1
     rows, first = read(checked.folder)["rows"], capsys.readouterr().out.splitlines()[0]
     assert rows["muon"]["outcome"] == "hung"
     assert rows["fft"]["outcome"] == "died"
     assert "SIGKILL" in rows["fft"]["detail"]
     assert first.startswith("first mend fp16 scaler: wrong: off by 1 (and 2 more: muon, fft); then nothing: ")
+    assert first.endswith("; not run: train (none left)")
     assert rows["ranks"]["outcome"] == "ok", "later rows are measured"
+    settings = {"own": "a", "rows": {"setting b": {"outcome": "hung"}, "setting c": wrong}}
+    assert importlib.import_module("gpu.report").failures(settings) == ["setting c"]
     # Nothing is claimed of what was not run.
     assert checked("--restart", "--minutes=-1") == 1
     first = capsys.readouterr().out.splitlines()[0]

@@ -14,6 +14,7 @@ from typing import Any
 Row = dict[str, Any]
 
 GIB = 2**30
+UNFINISHED = ("skipped", "out of time")
 HIDDEN = ("outcome", "seconds", "steps_s")
 SETTING = "setting "  # begins the name of a row of one
 
@@ -24,7 +25,7 @@ def failures(content: Row) -> list[str]:
     for name, row in content["rows"].items():
         if row["outcome"] == "wrong":
             wrong.append(name)
-        elif row["outcome"] not in ("ok", "skipped") and (name == own or not name.startswith(SETTING)):
+        elif row["outcome"] not in ("ok", *UNFINISHED) and (name == own or not name.startswith(SETTING)):
             failed.append(name)
     return wrong + failed
 
@@ -47,9 +48,7 @@ def verdict(content: Row) -> str:
         more = f" (and {len(bad) - 1} more: {', '.join(bad[1:])})" if bad[1:] else ""
         line = f"first mend {bad[0]}: {_reason(rows[bad[0]])}{more}; then {line}"
     not_run = [f"{name} (no time)" for name in content["not_run"]]
-    unfinished = [
-        name for name, row in rows.items() if row["outcome"] in ("skipped", "out of time") and name not in bad
-    ]
+    unfinished = [name for name, row in rows.items() if row["outcome"] in UNFINISHED]
     not_run += [f"{name} ({rows[name]['detail'].partition(';')[0]})" for name in unfinished]  # the table has the remedy
     line += f"; not run: {', '.join(not_run)}" if not_run else ""
     return ("REHEARSAL on a CPU, which says nothing of a GPU: " if about["rehearsal"] else "") + line
