@@ -44,7 +44,7 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             options = ["-O0", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{_INCLUDE}"]
-            made, link = library.with_suffix(".tmp"), [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+            made, link = library.with_suffix(f".{os.getpid()}"), [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
             subprocess.run(["g++", *options, str(SOURCES[0]), "-o", str(made), *link], check=True, timeout=600)
             made.rename(library)
     return library
