@@ -38,9 +38,9 @@ lint: install
 	$(BIN)/python tools/config_table.py --check docs/config.md
 	@$(MAKE) --no-print-directory docs
 
-# The documentation as a site, build/site/index.html; a broken link or anchor fails it.
+# The documentation as a site, build/site/index.html; a broken link or anchor fails it (not with --quiet, which hides warnings from --strict).
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Lint runs in parallel with the tests.
 test: install
