@@ -2,7 +2,7 @@
 
     python tools/bench/model.py                                   # batch 2 of 1x32x64x64, 7.2 M parameters: 3 minutes
     python tools/bench/model.py --switches                        # also ours with each of its switches
-    python tools/bench/model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 155 M
+    python tools/bench/model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 154 M
 
 ours: `UNet`.  plain: the same without stem and full-resolution block, all levels at full width from the first voxel on.
 monai: `DiffusionModelUNet(use_flash_attention=True)` with attention at its lowest level (pip install monai).  All have
