@@ -95,7 +95,7 @@ EFFECTS = [
     (
         "training.ranks=4",
         "effective batch: 4 samples per step until now, 16 from now on, at the same training.lr=0.001; the square-root "
-        "rule gives training.lr=0.002, and training.train_batch_size=1 training.accumulate_steps=1 keeps 4 samples",
+        "rule gives training.lr=0.002, or keep 4 samples with training.train_batch_size=1 training.accumulate_steps=1",
     ),
     (
         "training.train_batch_size=1 training.accumulate_steps=1 training.ranks=3",

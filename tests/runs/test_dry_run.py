@@ -62,7 +62,7 @@ def test_another_effective_batch_than_the_file_is_named_with_what_usually_follow
     text = dry_run("training.ranks=auto")
     assert f"batch      2 x 4 x 4 ranks = 32 samples per step, but 8 in {path}\n" in text
     assert "WARN       32 samples per step instead of 8 at the same training.lr=0.001; the square-root rule" in text
-    follows = re.search(r"rule gives training.lr=(\S+), and (\S+ \S+) keeps 8 samples", text)
+    follows = re.search(r"rule gives training.lr=(\S+), or keep 8 samples with (\S+ \S+)", text)
     assert follows
     assert follows[1] == "0.002"
     assert "2 x 1 x 4 ranks = 8 samples per step\n" in dry_run("training.ranks=4", *follows[2].split())
@@ -71,7 +71,7 @@ def test_another_effective_batch_than_the_file_is_named_with_what_usually_follow
     assert "rule" not in text, "the learning rate was set, too"
     text = dry_run("training.ranks=3")
     assert "24 samples per step instead of 8" in text
-    assert "keeps 8" not in text, "three ranks cannot share eight samples"
+    assert "keep 8" not in text, "three ranks cannot share eight samples"
 
 
 @pytest.mark.long

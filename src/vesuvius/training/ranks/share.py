@@ -101,7 +101,7 @@ def batch_advice(config: Config, before: Config) -> str:
     if each.is_integer():
         micro = math.gcd(int(each), training.micro_batch)
         sizes = f"training.train_batch_size={micro} training.accumulate_steps={int(each) // micro}"
-        text += f", and {sizes} keeps {then} samples"
+        text += f", or keep {then} samples with {sizes}"
     return text
 
 
