@@ -140,7 +140,7 @@ def muon(bench: Bench) -> Row:
 
 
 def _updated(gradient: Tensor, device: torch.device) -> Tensor:
-    """What the first step subtracts from a kernel, at learning rate 1."""
+    """Difference that the first step subtracts from a kernel, at learning rate 1."""
     kernel = nn.Parameter(torch.zeros(gradient.shape, device=device))
     kernel.grad = gradient.to(device)
     Muon([{"params": [kernel], "weight_decay": 0.0, "orthogonal": True}], lr=1.0, fused=True).step()

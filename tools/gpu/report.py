@@ -31,7 +31,7 @@ def failures(content: Row) -> list[str]:
 
 
 def verdict(content: Row) -> str:
-    """What is wrong, or the fastest setting; then what was not run.  Pure."""
+    """Name rows that are wrong, or the fastest setting; then the rows that were not run.  Pure."""
     rows, about, best, bad = content["rows"], content["about"], content["best"], failures(content)
     tried = [row for name, row in rows.items() if name.startswith(SETTING) and "step_s" in row]
     # Other optimizers and effective batches learn something else, and so do not compete.

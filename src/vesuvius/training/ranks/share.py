@@ -87,7 +87,7 @@ def rank_share(config: Config, rank: int, world: int) -> RankShare:
 
 
 def batch_advice(config: Config, before: Config) -> str:
-    """What usually follows if `config` has another effective batch than `before`, but the same learning rate; else ''.
+    """Usual changes if `config` has another effective batch than `before`, but the same learning rate; else ''.
 
     For AdamW the learning rate grows with the square root of the batch (Malladi et al. 2022).  For Muon the same was
     derived while the noise of the gradient dominates (Su 2025, "Rethinking learning rate and batch size 3").  Pure.
