@@ -52,6 +52,20 @@ def test_a_failed_start_is_one_line_with_a_remedy_for_its_cause(
     assert "ray start" not in said
 
 
+def test_the_last_output_of_a_process_that_dies_while_ray_starts_is_shown() -> None:
+    """As Ray's C++ core ends it: no Python runs any more."""
+    code = """
+import os
+from vesuvius.stream.ray import session as start
+with start._filtered_stderr():
+    os.write(2, b"Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 3\\nwhat(): no threads\\n")
+    os.abort()
+"""
+    ended = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert ended.stderr == "what(): no threads\n"
+
+
 @pytest.fixture
 def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home without a token, and no word of one in the environment.  Ray's own state is as before afterwards."""

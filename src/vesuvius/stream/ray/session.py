@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -31,8 +32,10 @@ log = logging.getLogger(__name__)
 _JOIN_S = 3.0
 _END_S = 5.0
 _KILLED_S = 10.0
+_ANNOUNCEMENT = "RAY_BACKEND_LOG_LEVEL"
 _AUTH_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "AZURE_", "HF_", "NCCL_", "GLOO_")
+_FILTERED_S = 0.5
 _SIGACTION_BYTES = 256  # more than the struct has anywhere
 
 # Pattern in Ray's error -> remedy; the first match counts.
@@ -160,7 +163,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would make SIGTERM exit at once, before the trainer can save.  Restoring the handler afterwards is
         # too late: a signal in between left locks held forever.
-        with _stop_signals_blocked(), private.without_sigterm_handler():
+        with _stop_signals_blocked(), _filtered_stderr(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray also raises Exception itself
         with suppress(Exception):
@@ -245,3 +248,24 @@ def sigterm_handler() -> Callable[[], object]:
     sigaction, present = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(_SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, present)
     return lambda: sigaction(int(signal.SIGTERM), present, None)
+
+
+@contextmanager
+def _filtered_stderr() -> Iterator[None]:
+    """Remove the line in which Ray's C++ core announces its log level from file descriptor 2.
+
+    Filters in another process, so that Ray's output before it aborts this one is not lost.
+    """
+    saved = os.dup(2)
+    command = ["grep", "--line-buffered", "-v", _ANNOUNCEMENT]
+    grep = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=saved, start_new_session=True)
+    assert grep.stdin is not None
+    os.dup2(grep.stdin.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        grep.stdin.close()
+        with suppress(subprocess.TimeoutExpired):  # a daemon has inherited its input
+            grep.wait(_FILTERED_S)
