@@ -22,27 +22,30 @@ def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(recompute: bo
     norm, conv = layers.AdaptiveNormSiLU(8, 5), nn.Conv3d(8, 3, 3, padding=1)
     generator = torch.Generator().manual_seed(6)
     x, embedding = torch.randn(3, 8, 2, 3, 4, generator=generator), torch.randn(3, 5, generator=generator)
-    scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
+    rows = norm.project(embedding)
+    scale, shift = rows[:, :, None, None, None].chunk(2, dim=1)
     expected = conv(F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift))
     # 1e-5: the fused form multiplies mean and scale in another order.
-    torch.testing.assert_close(norm(x, embedding, conv, recompute), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm(x, rows, conv, recompute), expected, rtol=1e-5, atol=1e-5)
 
 
 @LAYOUTS
 def test_adaptive_norm_takes_float32_weights_under_autocast(layout: torch.memory_format) -> None:
     """Scales of a hundredth: of 1 + scale, bf16 keeps one or two bits of them.  Channels last, compiled code alone
     does, and rounds once: eagerly it would cost passes in float32."""
-    norm, x = layers.AdaptiveNormSiLU(8, 5), torch.randn(3, 8, 2, 3, 4, generator=torch.Generator().manual_seed(6))
+    block, x = layers.ResidualBlock(8, 8, 5), torch.randn(3, 8, 2, 3, 4, generator=torch.Generator().manual_seed(6))
+    norm, as_one = block.norm_2, layout == torch.channels_last_3d
     x = x.contiguous(memory_format=layout)
     embedding = 0.01 * torch.randn(3, 5, generator=torch.Generator().manual_seed(7))
     scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
     expected, called = F.group_norm(x.bfloat16().float(), 2) * (1 + scale) + shift, norm
-    if layout == torch.contiguous_format:
+    if not as_one:
         expected = expected.bfloat16()
     else:
         called = torch.compile(norm, backend="eager", fullgraph=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = called(x.bfloat16(), embedding, lambda y: y, False)
+        rows = layers.project_timestep([block], embedding, as_one)[block]
+        found = called(x.bfloat16(), rows, lambda y: y, False)
     assert found.dtype == torch.bfloat16
     assert (found != F.silu(expected).bfloat16()).float().mean() < 0.02, (
         "another order of sums, now and then rounded otherwise"

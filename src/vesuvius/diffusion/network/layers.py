@@ -6,7 +6,7 @@ Branches end in a zero-initialized convolution, so a block starts as the identit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -56,11 +56,16 @@ def norm_silu_conv(
         rows = (part.expand(len(x), -1) for part in (weight, bias))
         arguments = x, *GroupNormAffine.apply(x, *rows, conv_bias, groups)  # type: ignore[no-untyped-call]
         function = fused
-    if recompute and torch.is_grad_enabled():
-        # Nothing here is random, so no generator state has to be restored.
-        out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return out
-    return function(*arguments)
+    return recomputed(function, *arguments) if recompute else function(*arguments)
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Return function(*arguments), of which only the arguments are kept: the backward pass calls it again."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    # No layer is random, so no generator state has to be restored.
+    out: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 class GroupNormAffine(torch.autograd.Function):
@@ -227,17 +232,11 @@ class AdaptiveNormSiLU(nn.Module):
         self.project = nn.Linear(embedding, 2 * channels)
 
     def forward(
-        self,
-        x: Tensor,
-        embedding: Tensor,
-        conv: Callable[[Tensor], Tensor],
-        recompute: bool,
-        conv_bias: Tensor | None = None,
+        self, x: Tensor, rows: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool, x_bias: Tensor | None = None
     ) -> Tensor:
-        """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
-        with no_autocast(x.device):  # 1 + scale in bf16 would lose most of a small scale
-            scale, shift = self.project(embedding).chunk(2, dim=1)
-        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, conv_bias)
+        """[B, C, Z, Y, X] and `project_timestep`'s rows -> conv(SiLU(norm(x) (1 + scale) + shift))."""
+        scale, shift = rows.chunk(2, dim=1)
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, x_bias)
 
 
 class ResidualBlock(nn.Module):
@@ -251,8 +250,8 @@ class ResidualBlock(nn.Module):
         self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
         self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
 
-    def forward(self, x: Tensor, embedding: Tensor, recompute: bool, x_bias: Tensor | None = None) -> Tensor:
-        """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X].
+    def forward(self, x: Tensor, rows: Tensor, recompute: bool, x_bias: Tensor | None = None) -> Tensor:
+        """[B, channels_in, Z, Y, X] and `project_timestep`'s rows -> [B, channels_out, Z, Y, X].
 
         Compiled code may pass the bias of the convolution that x is from, [channels_in], which takes no extra pass.
         """
@@ -263,8 +262,23 @@ class ResidualBlock(nn.Module):
         h = self.norm_1(x, conv_1, recompute, x_bias)
         if x_bias is not None:
             x = (x + x_bias.view(-1, 1, 1, 1)).to(x.dtype)
-        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, recompute, conv_bias)
+        out: Tensor = self.skip(x) + self.norm_2(h, rows, self.conv_2, recompute, conv_bias)
         return out
+
+
+def project_timestep(blocks: Sequence[ResidualBlock], embedding: Tensor, as_one: bool) -> dict[nn.Module, Tensor]:
+    """Return scale and shift of the second norm of each block, float32 [B, 2 channels_out], from [B, embedding].
+
+    `as_one` makes a single product of them, for fewer launches; it rounds differently.
+    """
+    maps = [block.norm_2.project for block in blocks]
+    with no_autocast(embedding.device):  # 1 + scale in bf16 would lose most of a small scale
+        if as_one:
+            weight, bias = torch.cat([each.weight for each in maps]), torch.cat([each.bias for each in maps])
+            rows = torch.split(F.linear(embedding, weight, bias), [each.out_features for each in maps], dim=1)
+        else:
+            rows = tuple(each(embedding) for each in maps)
+    return dict(zip(blocks, rows, strict=True))
 
 
 class Attention(nn.Module):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
 from vesuvius.diffusion.network.boxes import Upsample, box_first, depth_to_space, space_to_depth
@@ -25,6 +24,8 @@ from vesuvius.diffusion.network.layers import (
     TimestepEmbedding,
     ZeroConv3d,
     memory_format_of,
+    project_timestep,
+    recomputed,
     with_channels_last_strides,
 )
 from vesuvius.diffusion.network.regions import call_eager
@@ -32,6 +33,7 @@ from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
 INT32_LIMIT = 2**31
+Rows = Mapping[nn.Module, Tensor]  # of `project_timestep`
 _SEEDS = {"patch_embed": "stem_in", "upsample": "stem_out"}  # names that seed weights: a seed keeps its weights
 
 
@@ -62,7 +64,7 @@ class Execution:
         self,
         level: int,
         block: nn.Module,
-        embedding: Tensor,
+        rows: Rows,
         *parts: Tensor,
         entry: nn.Module | None = None,
         added: bool = False,
@@ -73,21 +75,16 @@ class Execution:
         """
 
         def apply(*parts: Tensor) -> Any:
-            return self.call(_with_entry, block, entry, added, embedding, self.recompute_norm, *parts)
+            return self.call(_with_entry, block, entry, added, rows[block], self.recompute_norm, *parts)
 
-        recompute = level in self.checkpoint_levels and torch.is_grad_enabled()
-        # Blocks have no randomness, so no generator state has to be restored.
-        out: Tensor = (
-            checkpoint(apply, *parts, use_reentrant=False, preserve_rng_state=False) if recompute else apply(*parts)
-        )
-        return out
+        return recomputed(apply, *parts) if level in self.checkpoint_levels else apply(*parts)
 
 
 def _with_entry(
     block: nn.Module,
     entry: nn.Module | None,
     added: bool,
-    embedding: Tensor,
+    rows: Tensor,
     recompute: bool,
     first: Tensor,
     *others: Tensor,
@@ -100,7 +97,7 @@ def _with_entry(
         h = first if entry is None else entry(first)
     if others:
         h = h + others[0] if added else torch.cat((h, *others), dim=1)
-    out: Tensor = block(h, embedding, recompute, bias)
+    out: Tensor = block(h, rows, recompute, bias)
     return out
 
 
@@ -139,8 +136,8 @@ class Trunk(nn.Module):
                 self.upsamples.append(Upsample(c, finer, stride))
                 c = finer
 
-    def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
-        """[B, channels[0], Z, Y, X] and [B, embedding] -> [B, channels[0], Z, Y, X]."""
+    def forward(self, h: Tensor, rows: Rows) -> Tensor:
+        """[B, channels[0], Z, Y, X] -> [B, channels[0], Z, Y, X]."""
         levels, run = len(self.strides_zyx) + 1, self.execution.run
         down_blocks, up_blocks = iter(self.down_blocks), iter(self.up_blocks)
         skips = [h]
@@ -149,14 +146,14 @@ class Trunk(nn.Module):
                 h = self.downsamples[level - 1](h)
                 skips.append(h)
             for _ in range(self.per_level):
-                h = run(level + 1, next(down_blocks), embedding, h)
+                h = run(level + 1, next(down_blocks), rows, h)
                 skips.append(h)
-        h = run(levels, self.middle_1, embedding, h)
-        h = run(levels, self.middle_2, embedding, self.attention(h))
+        h = run(levels, self.middle_1, rows, h)
+        h = run(levels, self.middle_2, rows, self.attention(h))
         for level in reversed(range(levels)):
             entry = self.upsamples[-level - 1] if level < levels - 1 else None
             for _ in range(self.per_level + 1):
-                h, entry = run(level + 1, next(up_blocks), embedding, h, skips.pop(), entry=entry), None
+                h, entry = run(level + 1, next(up_blocks), rows, h, skips.pop(), entry=entry), None
         return h
 
 
@@ -191,8 +188,11 @@ class UNet(nn.Module):
             self.full_down = ResidualBlock(full, full, 4 * first)
             self.upsample = Upsample(first, full, config.stem_stride)
             self.full_up = ResidualBlock(full, full, 4 * first)
-        self.norm_out = NormSiLU(full or first)
+        self.norm_out, self.identity = NormSiLU(full or first), nn.Identity()
         self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
+        trunk = self.trunk
+        blocks: list[Any] = [*trunk.down_blocks, trunk.middle_1, trunk.middle_2, *trunk.up_blocks]
+        self._blocks = [self.full_down, *blocks, self.full_up] if full else blocks  # in the order in which they run
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         """Return the prediction: float32 [B, 1, Z, Y, X].
@@ -205,15 +205,20 @@ class UNet(nn.Module):
         assert t.shape == (batch,), (t.shape, x.shape)
         self.check_size(batch, (z, y, x_size))
         x = self._in_memory_format_of_weights(x)
-        embedding = self.embed(t)
+        rows = project_timestep(self._blocks, self.embed(t), as_one=self.execution.call is not call_eager)
         stride, full, run = self.config.stem_stride, self.config.full_res_channels, self.execution.run
-        fine = run(0, self.full_down, embedding, x, entry=self.full_in) if full else x
+        fine = run(0, self.full_down, rows, x, entry=self.full_in) if full else x
         boxes = fine if self.patch_embed.stride == stride else space_to_depth(fine, stride)
-        h = self.trunk(self.patch_embed(boxes), embedding)
+        h = self.trunk(self.patch_embed(boxes), rows)
         if full:
-            h = run(0, self.full_up, embedding, h, fine, entry=self.upsample, added=True)
-        out: Tensor = self.execution.call(self.norm_out, h, self.conv_out, self.execution.recompute_norm)
+            h = run(0, self.full_up, rows, h, fine, entry=self.upsample, added=True)
+        out = recomputed(self._head, h) if self.execution.recompute_norm else self._head(h)
         return (out if full else depth_to_space(out, stride)).float()
+
+    def _head(self, h: Tensor) -> Tensor:
+        # Compiled, a convolution to one channel would ask for a contiguous input, and cuDNN copies it back.
+        out: Tensor = self.conv_out(self.execution.call(self.norm_out, h, self.identity, False))
+        return out
 
     def _in_memory_format_of_weights(self, x: Tensor) -> Tensor:
         """Return `x` in the memory format of the weights, which the layers preserve.
