@@ -47,7 +47,7 @@ def verdict(content: Row) -> str:
     if bad:
         more = f" (and {len(bad) - 1} more: {', '.join(bad[1:])})" if bad[1:] else ""
         line = f"first mend {bad[0]}: {_reason(rows[bad[0]])}{more}; then {line}"
-    not_run = [f"{name} (no time)" for name in content["not_run"]]
+    not_run = [f"{name} (no time)" for name in dict.fromkeys(content["not_run"])]
     unfinished = [name for name, row in rows.items() if row["outcome"] in UNFINISHED]
     not_run += [f"{name} ({rows[name]['detail'].partition(';')[0]})" for name in unfinished]  # the table has the remedy
     line += f"; not run: {', '.join(not_run)}" if not_run else ""
