@@ -41,6 +41,7 @@ TINY = ("data.patch_size=[8,8,8]", "model.channels=[8]", "model.full_res_channel
 DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {"off": 2.0**-11, "bf16": 2.0**-9, "fp16": 2.0**-12}  # "off" is TF32 on a GPU
 WINDOW_S, MOST_CALLS = 0.02, 100
+CURVE_S = 60.0  # of a curve in 16 bits on the CPU: many have no unit for them, and take seconds a step
 
 
 def demo(bench: Bench, device: torch.device, *overrides: str) -> Bench:
@@ -52,13 +53,14 @@ def demo(bench: Bench, device: torch.device, *overrides: str) -> Bench:
 
 
 def demo_losses(bench: Bench, device: torch.device, steps: int, *overrides: str, exact: bool = True) -> Losses:
-    """Losses [steps, patches] of demo steps.
+    """Losses [steps, patches] of demo steps, fewer if a CPU takes longer than CURVE_S in 16 bits.
 
     Unless `exact`, the initial weights are off by the rounding of the longest sum of n products in a convolution or
     its gradients, relative to each: 2^-24 sqrt(n).
     """
     own = demo(bench, device, *overrides)
     step, generator, losses = own.step(own.config), torch.Generator().manual_seed(1), []
+    end_s = time.monotonic() + (CURVE_S if device == CPU and own.amp != "off" else math.inf)
     if not exact:
         convolutions = network_convolutions(own.config, own.patches)
         sums = [math.prod(c.input_shape) // c.input_shape[1] for c in convolutions]  # of a weight gradient
@@ -69,6 +71,8 @@ def demo_losses(bench: Bench, device: torch.device, steps: int, *overrides: str,
         outcome = own.one(step, own.config, number)
         synchronize(device)
         losses.append(outcome.read().losses)
+        if time.monotonic() > end_s:
+            break
     return np.array(losses)
 
 
@@ -89,8 +93,9 @@ def curve(bench: Bench, amp: str, steps: int) -> Row:
             check_kernels(own.config, own.patches, CPU, "bf16")
         except ConfigError as error:  # there are CPUs with wrong kernels
             raise RowError("skipped", f"the CPU cannot be the measure: {error}") from None
-    truth = demo_losses(bench, CPU, steps, *keys, "training.amp=off")
     near = demo_losses(bench, CPU, steps, *rounded, exact=amp != "off")
+    steps = len(near)
+    truth = demo_losses(bench, CPU, steps, *keys, "training.amp=off")
     order = "auto" if bench.on_gpu else "true"  # so that a rehearsal compares something
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         found = demo_losses(bench, bench.device, steps, *rounded, f"training.channels_last={order}")
