@@ -59,7 +59,7 @@ def example_pages(folder: Path) -> Iterator[tuple[str, str]]:
     yield "report-two", page_of([build(read_run(run)) for run in list(runs.values())[:2]], "vesuvius report a b")
     config = parse_stored(tiny_sections("scroll", Path("scroll.zarr")))
     for name, verdict in (("profile", _DATA_BOUND), ("profile-compute-bound", _COMPUTE_BOUND)):
-        records, observed = read_run(runs["report"]), Observed(10, verdict, 155_300_000, "CPU", "off")
+        records, observed = read_run(runs["report"]), Observed(10, verdict, 153_600_000, "CPU", "off")
         page = build_profile(config, records, observed, 20, 1, "vesuvius tune --config scroll.yaml")
         yield name, _html(page, "vesuvius profile --config scroll.yaml")
     for name, machine in (("tune", "data-bound on cores"), ("tune-compute-bound", "compute-bound")):

@@ -96,4 +96,6 @@ def _text(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+        sys.exit("usage: python tools/gpu/report.py gpu_check.json  (written by tools/gpu_check.py)")
     print_report(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

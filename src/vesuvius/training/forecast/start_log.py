@@ -87,7 +87,7 @@ def startup_lines(
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     computed = f"device {device}, amp {resolve_amp(training.amp, device)}"
     lines.append((info, f"model      {parameter_count(build_meta_network(config)) / 1e6:.1f} M parameters, {computed}"))
-    now, batch = config.global_batch, f"batch      {sizes} = {config.global_batch} samples per step"
+    now, batch = config.global_batch, f"batch      {sizes} = {format_count(config.global_batch, 'sample')} per step"
     written = config  # a resumed run is compared with its checkpoint (`drift_effects`)
     with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):  # the file may be incomplete by itself
         if source and not resumed:
@@ -95,7 +95,7 @@ def startup_lines(
     if (then := written.global_batch) != now:
         batch += f", but {then} in {source}"
         if advice := batch_advice(config, written):
-            lines.append((warning, f"{now} samples per step instead of {then} {advice}"))
+            lines.append((warning, f"{format_count(now, 'sample')} per step instead of {then} {advice}"))
     lines.append((info, batch))
     if training.ranks not in ("auto", world):
         batch = f"the effective batch stays {config.global_batch}"
