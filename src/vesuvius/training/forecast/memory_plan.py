@@ -168,7 +168,8 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
     training = TrainingConfig(
         amp=amp,
         channels_last=uses_channels_last(training.model_copy(update={"amp": amp}), planned_for),
-        accumulate_steps=min(training.accumulate_steps, 2),
+        # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
+        accumulate_steps=min(training.accumulate_steps, 2) if training.ranks == 1 else 2,
         extra_ema_decays=tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
         recompute_norm=execution(training).recompute_norm,
         **{key: getattr(training, key) for key in _STEP_KEYS},

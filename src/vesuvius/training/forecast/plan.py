@@ -96,9 +96,7 @@ def fit_micro_batch(config: Config, available_bytes: int, gpu: bool) -> MicroBat
     """
 
     def plan(chosen: Config) -> tuple[MemoryPlan, int]:
-        # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
-        planned = chosen if training.ranks == 1 else chosen.with_training(accumulate_steps=2)
-        step = plan_memory(planned, amp=None if gpu else resolve_amp(training.amp, torch.device("cpu")))
+        step = plan_memory(chosen, amp=None if gpu else resolve_amp(training.amp, torch.device("cpu")))
         return step, step.vram_bytes if gpu else step.ram_bytes
 
     training, most_bytes = config.training, (VRAM_SHARE if gpu else _RAM_SHARE) * available_bytes
