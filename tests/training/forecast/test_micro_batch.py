@@ -52,7 +52,7 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
     assert (found.config.training.train_batch_size, found.config.global_batch) == (12, 48)
     alone = fit_micro_batch(small(*AUTO), GIB, gpu=True)
     assert found.step.vram_bytes > alone.step.vram_bytes
-    assert found.step.vram_bytes == needs(config, 12), "as the plan of an explicit micro-batch says"
+    assert found.step.vram_bytes == plan_memory(found.config).vram_bytes, "as the plan of an explicit micro-batch says"
     assert found.step.flops_per_step == alone.step.flops_per_step
 
 
