@@ -68,7 +68,8 @@ def used_share() -> float:
     device = choose_device()
     if (use := read_vram(device, new_window=False)) is None:
         return 0.0
-    fraction: float = torch.get_device_module(device).get_per_process_memory_fraction()
+    # Not all accelerators have it, and an error here would hide the one because of which this is asked.
+    fraction: float = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", lambda: 1.0)()
     return use.peak_bytes / max(min(fraction * use.total_bytes, use.free_bytes + use.reserved_bytes), 1)
 
 
