@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from vesuvius.diffusion.sampler import rho_levels
 from vesuvius.diffusion.schedule import Schedule, loss_per_sample
 from vesuvius.diffusion.spectrum import AXES, Spectrum
 
+Noise = Literal["spectral", "cosine", "linear"]
 SHAPE = (6, 8, 9)
 MEAN, STD = 5.0, 3.0
 SPECTRAL = DiffusionConfig(noise="spectral")
@@ -83,7 +85,9 @@ def test_x_t_can_be_recovered_from_the_two_channels(spectrum: Spectrum, x_0: Ten
     assert float(left.square().mean()) < 1e-9 * float(x_t.square().mean())
 
 
-def test_the_network_sees_condition_and_t_and_its_output_is_scaled_and_added(spectrum: Spectrum, x_0: Tensor) -> None:
+def test_the_network_sees_condition_and_level_and_its_output_is_scaled_and_added(
+    spectrum: Spectrum, x_0: Tensor
+) -> None:
     schedule, times = Schedule.from_config(SPECTRAL, spectrum), torch.arange(COUNT)
     x_t = schedule.q_sample(x_0, noise(), times)
     condition = torch.rand((COUNT, 2, *SHAPE))
@@ -97,8 +101,41 @@ def test_the_network_sees_condition_and_t_and_its_output_is_scaled_and_added(spe
     shown, v, deviation = split_signal_noise(schedule, x_t, *schedule.alpha_and_sigma(times))
     torch.testing.assert_close(found, v + 2 * deviation)
     ((x, t),) = seen
-    assert t is times
+    assert torch.equal(t, schedule.network_input(times))
     assert torch.equal(x, torch.cat([shown, condition], dim=1))
+
+
+def _told(config: DiffusionConfig, spectrum: Spectrum, t: Tensor) -> Tensor:
+    """What the network is told at t, with and without a spectrum."""
+    seen: list[Tensor] = []
+
+    def network(x: Tensor, level: Tensor) -> Tensor:
+        seen.append(level)
+        return x[:, :1]
+
+    predict(network, Schedule.from_config(config, spectrum), torch.zeros((len(t), 1, *SHAPE)), t)
+    return seen[0]
+
+
+@pytest.mark.parametrize("noise", ["spectral", "cosine", "linear"])
+def test_the_network_is_told_sigma_whatever_spectrum_and_schedule_give_it(spectrum: Spectrum, noise: Noise) -> None:
+    """Of t, a network of another volume or patch size would be told another number for the same sigma."""
+    other = replace(spectrum, power=spectrum.power * np.float32(40))
+    for config, of in ((DiffusionConfig(noise=noise), spectrum), (DiffusionConfig(noise=noise, timesteps=77), other)):
+        table = Schedule.from_config(config, of).alpha_bar_64
+        sigma = torch.from_numpy(np.sqrt((1 - table) / table))
+        t = torch.arange(len(table))
+        # 0.01: alpha_bar of the clean end of linear and cosine is near 1 - float32's epsilon / 1e-4
+        torch.testing.assert_close(_told(config, of, t).double(), 100 * (sigma.log() + 4), rtol=0, atol=0.01)
+        assert torch.equal(_told(config, of, t.float()), _told(config, of, t))
+        told = _told(config, of, t[:-1] + 0.25)
+        expected = 100 * (0.75 * sigma[:-1].log() + 0.25 * sigma[1:].log() + 4)
+        torch.testing.assert_close(told.double(), expected, rtol=0, atol=0.01)
+
+
+def test_with_noise_input_t_the_network_is_told_t_itself(spectrum: Spectrum) -> None:
+    for t in (torch.tensor([3, 999]), torch.tensor([3.25, 998.5])):
+        assert _told(DiffusionConfig(noise_input="t"), spectrum, t) is t
 
 
 def test_a_masked_condition_is_zero_even_if_it_holds_nan() -> None:

@@ -81,7 +81,9 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
     Unknown keys are ignored and logged, unless the trained model depends on them.
     """
     tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source)[0]
-    tree["model"] = {"patch_embed_kernel": 3} | tree.get("model", {})  # of networks before there was a choice
+    # of networks before there was a choice
+    for section, of_before in (("model", {"patch_embed_kernel": 3}), ("diffusion", {"noise_input": "t"})):
+        tree[section] = of_before | tree.get(section, {})
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
         if key.startswith(("model.", "diffusion.", "data.condition_")):
             raise ConfigError(

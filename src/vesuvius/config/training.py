@@ -158,6 +158,7 @@ class TrainingConfig(Section):
 
 Prediction = Literal["v", "eps", "x_0", "flow"]
 SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
+NoiseInput = Literal["log_sigma", "t"]
 
 
 class DiffusionConfig(Section):
@@ -174,6 +175,11 @@ class DiffusionConfig(Section):
         None,
         gt=0,
         description="highest spectral noise level; null = four times the largest amplitude of the measured spectrum",
+    )
+    noise_input: NoiseInput | None = Field(
+        None,
+        description="how the network is told the noise level; log_sigma means the same for all patch sizes, volumes "
+        "and schedules; null = log_sigma, or on a resume that of the checkpoint (t before there was a choice)",
     )
     prediction: Prediction = Field(
         "v",

@@ -23,7 +23,7 @@ from vesuvius.diffusion.spectrum import AXES
 # the presence flag, 1.  A masked condition, for classifier-free guidance, is 0 in all channels (the null token of Ho &
 # Salimans 2022).  None = the network has no condition.
 Condition = Tensor | None
-# (x, t) -> output, as `UNet.forward`.
+# (x, noise) -> output, as `UNet.forward`.
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -37,16 +37,17 @@ def predict(network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condit
 
     If the schedule has a spectrum, the result is the v of the Wiener filter plus the network's output times the
     standard deviation of that v's error, and the network sees the two channels of `split_signal_noise`, not x_t.  `t`
-    is int64 [B], or float32 [B] for values between two timesteps.
+    is int64 [B], or float32 [B] for values between two timesteps; the network gets `Schedule.network_input` of it.
     """
+    noise = schedule.network_input(t)
 
     def with_condition(x: Tensor) -> Tensor:
         return x if condition is None else torch.cat([x, condition], dim=1)
 
     if schedule.spectrum is None:
-        return network(with_condition(x_t), t)
+        return network(with_condition(x_t), noise)
     channels, v, error_std = split_signal_noise(schedule, x_t.float(), *schedule.alpha_and_sigma(t))
-    return v + error_std * network(with_condition(channels), t).float()
+    return v + error_std * network(with_condition(channels), noise).float()
 
 
 def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:

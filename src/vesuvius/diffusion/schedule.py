@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig, Prediction
+from vesuvius.config import DiffusionConfig, NoiseInput, Prediction
 from vesuvius.diffusion.spectrum import LEAST_POWER, Spectrum
 
 Betas = npt.NDArray[np.float64]
@@ -129,6 +129,7 @@ class Schedule:
     # float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch
     mode_weight: Tensor | None = None
     loss_weight: Tensor | None = None  # float32 [timesteps], see `spectrum_weights`
+    noise_input: NoiseInput = "log_sigma"  # what `network_input` returns
 
     @classmethod
     def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:
@@ -138,7 +139,7 @@ class Schedule:
         def table(values: npt.NDArray[np.floating]) -> Tensor:
             return torch.from_numpy(values).to(torch.float32)
 
-        spectral_tables = {}
+        spectral_tables: dict[str, Any] = {}
         if spectrum is not None:
             counts = spectrum.counts_x()
             spectral_tables = {
@@ -161,13 +162,12 @@ class Schedule:
         match config.noise:
             case "spectral":
                 spectrum = spectrum or Spectrum.white()
-                return cls.from_betas(
-                    spectral_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum), spectrum
-                )
+                betas = spectral_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum)
             case "linear":
-                return cls.from_betas(linear_betas(config.timesteps))
+                betas, spectrum = linear_betas(config.timesteps), None
             case "cosine":
-                return cls.from_betas(cosine_betas(config.timesteps))
+                betas, spectrum = cosine_betas(config.timesteps), None
+        return replace(cls.from_betas(betas, spectrum), noise_input=config.noise_input or "log_sigma")
 
     @property
     def timesteps(self) -> int:
@@ -239,10 +239,23 @@ class Schedule:
         """
         if not t.is_floating_point():
             return self._levels(t)
-        below, above = t.floor().long(), t.ceil().long()
-        logs = 0.5 * (self.snr(below).log() * (1 - (t - below)) + self.snr(above).log() * (t - below))
-        alpha, sigma = torch.sigmoid(2 * logs).sqrt(), torch.sigmoid(-2 * logs).sqrt()
+        log_snr = self._log_snr(t)
+        alpha, sigma = torch.sigmoid(log_snr).sqrt(), torch.sigmoid(-log_snr).sqrt()
         return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
+
+    def network_input(self, t: Tensor) -> Tensor:
+        """Return how `noise_input` tells the network the level of `t`, int64 or float32 [B]: float32 [B], or t itself.
+
+        log_sigma is log sigma/alpha on the scale of t: 100 per factor of e, 9 at sigma 0.02, 400 at 1, 959 at 267.  A
+        t names another level for each spectrum and patch size (Karras et al. 2022, table 1: c_noise = ln(sigma) / 4).
+        """
+        return t if self.noise_input == "t" else 400 - 50 * self._log_snr(t)
+
+    def _log_snr(self, t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return self.snr(t).log()
+        below, above = t.floor().long(), t.ceil().long()
+        return self.snr(below).log() * (1 - (t - below)) + self.snr(above).log() * (t - below)
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         # index_select, not table[t]: with indexing a negative t would wrap to the noisy end.

@@ -44,10 +44,11 @@ from vesuvius.training.step.step import TrainStep, learning_rate, weight_problem
 
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # torch's number of threads
-_SIGMA_MAX = "diffusion.sigma_max"
+_SIGMA_MAX, _NOISE_INPUT = "diffusion.sigma_max", "diffusion.noise_input"
+_LEVELS = ("diffusion.timesteps", "diffusion.sigma_m")  # only t depends on them
 # Keys that give weights their meaning, and further ones that a new run may change.
 _MEANING = (
-    *("model.", "diffusion.timesteps", "diffusion.noise", "diffusion.sigma_m", "diffusion.prediction"),
+    *("model.", *_LEVELS, "diffusion.noise", "diffusion.prediction"),
     "data.condition_classes",
 )
 _NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
@@ -123,9 +124,11 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
 
 
 def with_network_of(stored: Config, config: Config) -> Config:
-    """The config with the checkpoint's `patch_embed_kernel` if it leaves the choice open.  Pure."""
-    same = {"patch_embed_kernel": config.model.patch_embed_kernel or stored.model.patch_embed_kernel}
-    return config.model_copy(update={"model": config.model.model_copy(update=same)})
+    """The config with the checkpoint's `patch_embed_kernel` and `noise_input` if it leaves the choice open.  Pure."""
+    model = {"patch_embed_kernel": config.model.patch_embed_kernel or stored.model.patch_embed_kernel}
+    diffusion = {"noise_input": config.diffusion.noise_input or stored.diffusion.noise_input}
+    same = {"model": config.model.model_copy(update=model), "diffusion": config.diffusion.model_copy(update=diffusion)}
+    return config.model_copy(update=same)
 
 
 def drift_effects(before: Config, now: Config, step: int) -> list[str]:
@@ -246,13 +249,15 @@ def compare_initial(source: Path, now: Config, data_now: DataFacts | None) -> li
     data_now = None if data_then is None else data_now
     old, new = _meaning(before, data_then), _meaning(now, data_now)
     lines = differences(old, new)
+    if {old[_NOISE_INPUT], new[_NOISE_INPUT]} == {"log_sigma"}:
+        lines = [line for line in lines if not line.startswith(_LEVELS)]
     same_key = before.diffusion.sigma_max == now.diffusion.sigma_max
     refused = [line for line in lines if line.startswith(_MEANING) and not (same_key and line.startswith(_SIGMA_MAX))]
     if refused:
         raise ConfigError(
             f"The weights of training.init_from={now.training.init_from} mean something else in this run:\n  "
             + "\n  ".join(refused)
-            + f"\ncopy these keys from {path}, or give a copy of {source.name} without its config to "
+            + f"\nset these keys to what they were ({path}), or give a copy of {source.name} without its config to "
             "start from the weights in spite of it"
         )
     kept = f" (it follows the data; {_SIGMA_MAX}={old.get(_SIGMA_MAX)} keeps the noise levels of the weights)"
@@ -262,7 +267,10 @@ def compare_initial(source: Path, now: Config, data_now: DataFacts | None) -> li
 def _meaning(config: Config, data: DataFacts | None) -> dict[str, Any]:
     """Settings by key, with those that stand for others as what they come to."""
     found = flatten(config.model_dump(mode="json")) | {"voxel size, um": data and data.voxel_size_um}
-    found["model.strides"] = config.model.level_strides_zyx
+    found |= {
+        "model.strides": config.model.level_strides_zyx,
+        _NOISE_INPUT: config.diffusion.noise_input or "log_sigma",
+    }
     if config.diffusion.noise != "spectral":
         found["diffusion.sigma_min"] = found[_SIGMA_MAX] = None  # without effect
     elif data is not None:
