@@ -309,6 +309,10 @@ def test_removed_keys_of_a_stored_config_are_ignored_unless_the_model_depends_on
     assert parse_stored(stored | {"monitor": stored["monitor"] | {"webhook": "https://h/s"}}) == parse_stored(stored)
     section = {"wandb": {"project": "x"}, "monitor": stored["monitor"] | {"old.er": {"x": 1}}}
     assert parse_stored(stored | section) == parse_stored(stored)
+    old = {key: value for key, value in stored["diffusion"].items() if key != "residual_guidance_interval"}
+    guided = parse_stored(stored | {"diffusion": old | {"residual_guidance": 1.25}})
+    assert guided.diffusion.residual_guidance_interval is None, "it was sampled so"
+    assert parse_stored(stored | {"diffusion": old}) == parse_stored(stored)
     for section, key in (("model", "film"), ("diffusion", "flow_shift")):  # of a later version, perhaps
         with pytest.raises(ConfigError, match=rf"was trained with {section}\.{key}=3, which this version"):
             parse_stored(stored | {section: stored[section] | {key: 3}})

@@ -96,7 +96,8 @@ def test_residual_guidance_scales_only_the_difference_to_the_wiener_filter(guida
     power[0, 0] = 40
     schedule = Schedule.from_config(DiffusionConfig(), Spectrum(0.3, 1.4, power, 5))
     alpha, sigma = (float(factor) for factor in schedule.alpha_and_sigma(torch.tensor([600])))
-    level, config = NoiseLevel(600, alpha, sigma), DiffusionConfig(residual_guidance=guidance)
+    level = NoiseLevel(600, alpha, sigma)
+    config = DiffusionConfig(residual_guidance=guidance, residual_guidance_interval=(0.3, 3000))
 
     def denoise(gain: float) -> Denoise:
         return lambda x, t, condition: predict(lambda shown, t: gain * shown[:, :1].sin(), schedule, x, t)
@@ -128,3 +129,20 @@ def test_a_guide_replaces_the_wiener_filter_and_sees_the_same_condition() -> Non
     NetworkEstimate(network, without, PLAIN, _condition(), guide=guide)(_x(), LEVEL)
     assert not network.calls[-1][2].any()
     assert not guide.calls[-1][2].any(), "both without the condition"
+
+
+@pytest.mark.parametrize(("ratio", "is_inside"), [(0.49, False), (0.51, True), (3.9, True), (4.1, False)])
+def test_outside_its_interval_the_guide_is_not_called_and_the_condition_still_guides(
+    ratio: float, is_inside: bool
+) -> None:
+    """A program that took sigma for sigma / alpha, or masked the classifier-free guidance, would fail here."""
+    network, guide, alpha = _Network(), _Network(), (1 + ratio**2) ** -0.5
+    level = NoiseLevel(700, alpha, ratio * alpha)
+    plain = DiffusionConfig(noise="cosine", sampler_guidance=2)
+    config = plain.model_copy(update={"residual_guidance": 1.5, "residual_guidance_interval": (0.5, 4.0)})
+    estimate = NetworkEstimate(network, config, PLAIN, _condition(), lambda x, t, c: 0.25 * guide(x, t, c))
+    x_0, _ = estimate(_x(), level)
+    without, _ = NetworkEstimate(_Network(), plain, PLAIN, _condition())(_x(), level)
+    assert torch.equal(x_0, without) is not is_inside
+    assert len(guide.calls) == is_inside
+    assert estimate.calls(level) == estimate.evaluations == len(network.calls) + len(guide.calls)

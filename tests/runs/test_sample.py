@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -158,6 +159,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         "clip": None,
         "guidance": 1.0,
         "residual_guidance": None,
+        "residual_guidance_interval": None,
         "guide_sha256": None,
         "evaluations_per_sample": 3,
         "checkpoint": str(checkpoint),
@@ -211,7 +213,7 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
         for name, options in (
             ("plain", ()),
             ("alike", ("--residual-guidance", 20, "--guide", twin)),
-            ("guided", ("--residual-guidance", 20, "--guide", earlier)),
+            ("guided", ("--residual-guidance", 20, "--guide", earlier, "--residual-guidance-interval", "null")),
         )
     )
     np.testing.assert_allclose(alike.voxels().astype(float), plain.voxels(), atol=1)
@@ -222,12 +224,39 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert "--guide has no effect with a residual guidance of 1; add --residual-guidance 1.5" in capsys.readouterr().err
     assert ends("--out", tmp_path / "none", "--guide", own, "--residual-guidance", 2, checkpoint=earlier) == 2
     assert "is not earlier than" in capsys.readouterr().err
+    within = ("--residual-guidance", 2, "--guide", earlier)
+    some = drawn(tmp_path / "some", "--count", 2, *within).record["evaluations_per_sample"]
+    assert some == 3 + 2, "of the three levels, one lies outside of the interval"
+    assert ends("--out", tmp_path / "one.zarr", "--shape", "8,16,16", "--dry-run", *within) == 0
+    assert f"1 tiles, {some} network evaluations of a tile" in capsys.readouterr().out
     volume = ("--shape", "12,24,24", "--workers", 1)
     assert ends("--out", tmp_path / "v.zarr", *volume, "--residual-guidance", 2, "--guide", earlier) == 0
     assert ends("--out", tmp_path / "v.zarr", *volume, "--residual-guidance", 2) == 2, (
         "another volume, not the same one"
     )
     assert "guide_sha256 null (was " in capsys.readouterr().err
+
+
+@in_plain
+def test_residual_guidance_has_levels_to_act_on_and_records_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that took an old record for one of today's default interval would mix two kinds of samples."""
+    guided = ("--out", tmp_path / "v.zarr", "--shape", "8,16,16", "--workers", 1, "--residual-guidance", 2)
+    for interval, message in (("1e7,1e8", "none of the 3 noise levels"), ("3,0.3", r"\[3.0, 0.3\] is empty")):
+        assert ends(*guided, "--residual-guidance-interval", interval) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert ends("--out", tmp_path / "none", "--residual-guidance-interval", "0.3,3") == 2
+    assert "has no effect with a residual guidance of 1" in capsys.readouterr().err
+    assert ends(*guided, "--residual-guidance-interval", "null") == 0
+    attributes = tmp_path / "v.zarr/.zattrs"
+    stored = json.loads(attributes.read_text())
+    assert stored["vesuvius_drawing"].pop("residual_guidance_interval", 0) is None
+    attributes.write_text(json.dumps(stored))
+    assert ends(*guided, "--residual-guidance-interval", "null") == 0
+    assert "already complete" in capsys.readouterr().out
+    assert ends(*guided) == 2
+    assert "residual_guidance_interval [0.3, 10.0] (was null)" in capsys.readouterr().err
 
 
 @in_plain

@@ -34,6 +34,10 @@ KEYS = {
         "diffusion.residual_guidance",
         "factor on what the network adds: 1 = as trained; sharper above",
     ),
+    "residual_guidance_interval": (
+        "diffusion.residual_guidance_interval",
+        "noise levels in which it applies, such as 0.3,10; null = all",
+    ),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
 """The config key that each option sets, and its meaning."""
@@ -123,6 +127,8 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: i
     from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
 
     values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
+    if "," in str(interval := arguments.residual_guidance_interval):
+        values["diffusion.residual_guidance_interval"] = f"[{interval.strip('[]')}]"
     return {
         "checkpoint": checkpoint,
         "weights": arguments.weights,

@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, model_serializer, model_validator
 
-from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, natural
-
-PositiveFloat = Annotated[float, Field(gt=0)]
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section, SizeZYX, natural
 
 _TIMEOUT_S = 30.0
 _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume

@@ -46,6 +46,7 @@ PathText = Annotated[
     str, WrapValidator(_locate), PlainSerializer(lambda path: getattr(path, "written", path), when_used="json")
 ]
 PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 SizeZYX = tuple[PositiveInt, PositiveInt, PositiveInt]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 

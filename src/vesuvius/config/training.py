@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX, Triple
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section, SizeZYX, Triple
 
 
 class ModelConfig(Section):
@@ -214,6 +214,11 @@ class DiffusionConfig(Section):
         description="factor on the network's correction of the Wiener filter while sampling (spectral noise only); "
         "1.25 compensates for brief training",
     )
+    residual_guidance_interval: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        (0.3, 10.0),
+        description="noise levels, in standard deviations of the data, between which residual_guidance applies; null = "
+        "all",
+    )
 
     def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:
@@ -225,6 +230,8 @@ class DiffusionConfig(Section):
                 f"sigma_max {self.sigma_max:g} is not above sigma_min {self.sigma_min:g}; raise diffusion.sigma_max or "
                 "set it to null"
             )
+        if (interval := self.residual_guidance_interval) and interval[0] >= interval[1]:
+            yield f"residual_guidance_interval {list(interval)} is empty; give the lower noise level first"
         if self.noise == "spectral" and self.prediction != "v":
             yield (
                 f"diffusion.prediction {self.prediction} does not work with spectral noise, which supports v only; set "

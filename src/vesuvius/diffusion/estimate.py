@@ -83,13 +83,19 @@ def split_signal_noise(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Te
 Denoise = Callable[[Tensor, Tensor, Condition], Tensor]
 
 
+def has_residual_guidance(config: DiffusionConfig, level: NoiseLevel) -> bool:
+    """Whether `residual_guidance` changes an estimate at this level.  Pure."""
+    interval = config.residual_guidance_interval
+    is_inside = interval is None or interval[0] * level.alpha <= level.sigma <= interval[1] * level.alpha
+    return is_inside and config.residual_guidance != 1
+
+
 class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
     Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
-    `residual_guidance` and `sampler_clip` of the config.  x_0 is standardized; clipping limits are in model values.
-    `evaluations` counts network calls: two per estimate if guidance is neither 0 nor 1, and one more with a `guide`,
-    which replaces the Wiener filter.
+    `residual_guidance`, its interval and `sampler_clip` of the config.  x_0 is standardized; clipping limits are in
+    model values.  `evaluations` counts network calls, those of the `guide` included, which replaces the Wiener filter.
     """
 
     def __init__(
@@ -116,14 +122,19 @@ class NetworkEstimate:
         # recompute eps, so that x = alpha x_0 + sigma eps still holds
         return x_0_and_eps("x_0", (clipped - mean) / std, x, level.alpha, level.sigma)
 
+    def calls(self, level: NoiseLevel) -> int:
+        """Return the network calls of an estimate: two if guidance is neither 0 nor 1, one more with a guide.  Pure."""
+        by_condition = self._condition is not None and self._config.sampler_guidance not in (0, 1)
+        return 1 + by_condition + (self._guide is not None and has_residual_guidance(self._config, level))
+
     def _corrected(self, prediction: Tensor, x: Tensor, level: NoiseLevel) -> Tensor:
         """Scale the difference between the prediction and that of the Wiener filter, or guide, by `residual_guidance`.
 
-        A briefly trained network corrects the Wiener filter too little.  Source: guidance away from a weaker denoiser,
-        Karras et al. 2024.
+        A briefly trained network corrects the Wiener filter too little.  Sources: guidance away from a weaker denoiser,
+        Karras et al. 2024; within an interval of noise levels, Kynkaanniemi et al. 2024, arXiv 2404.07724.
         """
         guidance = self._config.residual_guidance
-        if guidance == 1:
+        if not has_residual_guidance(self._config, level):
             return prediction
         if self._guide is not None:
             condition = self._condition

@@ -18,8 +18,8 @@ from vesuvius import __version__
 from vesuvius.accelerator import choose_device
 from vesuvius.config import Config
 from vesuvius.config.describe import DRAWS_SAMPLES
-from vesuvius.diffusion.estimate import Condition, NetworkEstimate, generate
-from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.estimate import Condition, NetworkEstimate, generate, has_residual_guidance
+from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, GpuMemoryError
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -69,15 +69,34 @@ def resolve_checkpoint(request: GenerateRequest) -> CheckpointInfo:
     if request.guide is not None:
         _check_guide(info, read_checkpoint_info(request.guide, request.overrides))
         check_weights(request.guide, request.weights)
-    elif (diffusion := info.config.diffusion).residual_guidance != 1 and diffusion.noise != "spectral":
-        raise ConfigError(
-            f"--residual-guidance has no effect: diffusion.noise={diffusion.noise} has no Wiener filter; add --guide"
-        )
+    _check_residual_guidance(info, request)
     try:
         build_meta_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
         raise ConfigError(f"{error} (--batch-size, when sampling)") from error
     return info
+
+
+def _check_residual_guidance(info: CheckpointInfo, request: GenerateRequest) -> None:
+    diffusion, option = info.config.diffusion, "residual_guidance_interval"
+    if diffusion.residual_guidance == 1:
+        if request.guide is not None:
+            raise ConfigError("--guide has no effect with a residual guidance of 1; add --residual-guidance 1.5")
+        if any(override.startswith(f"diffusion.{option}=") for override in request.overrides):
+            raise ConfigError(
+                "--residual-guidance-interval has no effect with a residual guidance of 1; add --residual-guidance 1.5"
+            )
+    elif request.guide is None and diffusion.noise != "spectral":
+        raise ConfigError(
+            f"--residual-guidance has no effect: diffusion.noise={diffusion.noise} has no Wiener filter; add --guide"
+        )
+    else:
+        levels = sampling_levels(Schedule.from_config(diffusion, info.data.spectrum), diffusion)[:-1]
+        if not any(has_residual_guidance(diffusion, level) for level in levels):
+            raise ConfigError(
+                f"--residual-guidance has no effect: none of the {len(levels)} noise levels lies between "
+                f"{diffusion.residual_guidance_interval}; change --residual-guidance-interval"
+            )
 
 
 def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
@@ -96,8 +115,6 @@ def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
         )
     if guide.step >= info.step and guide.checkpoint.parent == info.checkpoint.resolve().parent:
         raise ConfigError(f"--guide {guide.checkpoint} is not earlier than {info.checkpoint}; use an earlier one")
-    if ours.diffusion.residual_guidance == 1:
-        raise ConfigError("--guide has no effect with a residual guidance of 1; add --residual-guidance 1.5")
 
 
 def run_directory(checkpoint: Path) -> Path:
@@ -109,6 +126,7 @@ def run_directory(checkpoint: Path) -> Path:
 def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any]:
     """Return the part of the record that samples and volumes share.  Reads the sums of the weights."""
     diffusion, intensity = info.config.diffusion, info.data.intensities.volumes[request.volume_index]
+    is_guided, interval = diffusion.residual_guidance != 1, diffusion.residual_guidance_interval
     return {
         "seed": request.seed,
         "batch_size": request.batch_size,
@@ -117,7 +135,8 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
         **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
-        "residual_guidance": None if diffusion.residual_guidance == 1 else diffusion.residual_guidance,
+        "residual_guidance": diffusion.residual_guidance if is_guided else None,
+        "residual_guidance_interval": list(interval) if is_guided and interval else None,
         "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
         "volume": info.data.volumes[request.volume_index].name,
         "intensity_low": intensity.low,
@@ -162,7 +181,7 @@ class Network:
         raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
         return self._conditioner(raw, [self._volume] * count)
 
-    def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> Estimate:
+    def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> NetworkEstimate:
         """Return the estimate for a batch of tiles with stored condition voxels, [B, 1, Z, Y, X]; None = drop them."""
         config = self.info.config
         if stored is None and config.has_condition:

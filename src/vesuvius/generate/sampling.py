@@ -146,7 +146,9 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     diffusion = info.config.diffusion
     name = f"step_{info.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
     name += f"_guidance{diffusion.sampler_guidance:g}" if diffusion.sampler_guidance != 1 else ""
-    name += f"_residual_guidance{diffusion.residual_guidance:g}" if diffusion.residual_guidance != 1 else ""
+    if diffusion.residual_guidance != 1:
+        levels = "-".join(f"{level:g}" for level in diffusion.residual_guidance_interval or ())
+        name += f"_residual_guidance{diffusion.residual_guidance:g}" + (levels and f"_{levels}")
     name += f"_{request.guide.name}" if request.guide else ""
     name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""

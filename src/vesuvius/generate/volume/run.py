@@ -109,9 +109,10 @@ def forecast_volume(request: VolumeRequest) -> str:
             evaluate(0, x, None).sum().item()
         batches = steps.count_batches(job, active)
         tiles = min(batches * job.batch_size, job.tiling.tiles)
-        seconds = (time.monotonic() - started) * job.steps * batches / max(1, min(workers, batches))
+        calls = [network.estimate_for(None, 1).calls(step.level) for step in job.passes]
+        seconds = (time.monotonic() - started) / calls[0] * sum(calls) * batches / max(1, min(workers, batches))
         return (
-            f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * job.steps} network evaluations of "
+            f"volume {format_sizes(job.tiling.shape_zyx)}: {tiles} tiles, {tiles * sum(calls)} network evaluations of "
             f"a tile\ndisk: {disk}\ntime: about {format_duration(seconds)} with {format_count(workers, 'worker')}"
         )
 
