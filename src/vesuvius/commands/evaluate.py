@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from argparse import ArgumentTypeError
+from itertools import pairwise
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, positive, say
+from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, naturals, say
 from vesuvius.commands.sample import add_sampling, sampling_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
+
+
+def _efforts(text: str) -> tuple[int, ...]:
+    efforts = naturals(text)
+    if min(efforts) < 1 or any(one >= other for one, other in pairwise(efforts)):
+        raise ArgumentTypeError(f"{text!r} is not a list of ascending numbers of at least 1; try 200,1000")
+    return efforts
 
 
 @as_command
@@ -31,8 +40,8 @@ def main(argv: list[str]) -> int:
     more = parser.add_argument_group("more options")
     index = "training volume whose intensities the samples have (default: 0, the first)"
     more.add_argument("--training-volume", type=natural, default=0, metavar="N", help=index)
-    steps = "training steps of each classifier (default: 200)"
-    more.add_argument("--classifier-steps", type=positive, default=200, help=steps)
+    steps = "training steps after which the classifier is tested, ascending (default: 200,1000)"
+    more.add_argument("--classifier-steps", type=_efforts, default=(200, 1000), metavar="N,N", help=steps)
     add_sampling(parser, more)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from vesuvius.generate.evaluate.classifiers import (
 )
 
 
-def two_sample_auc(real: tuple[Patches, Patches], generated: tuple[Patches, Patches], **options: int) -> float:
-    """Trained on the first of each pair, tested on the second."""
-    scores = two_sample_scores((real[0], generated[0]), (real[1], generated[1]), **options)
-    return area_under_curve(*scores)
+def two_sample_auc(real: tuple[Patches, Patches], generated: tuple[Patches, Patches], *efforts: int) -> list[float]:
+    """Trained on the first of each pair, tested on the second after each effort."""
+    scores = two_sample_scores((real[0], generated[0]), (real[1], generated[1]), efforts=efforts)
+    return [area_under_curve(*each) for each in zip(*scores, strict=True)]
 
 
 def test_the_auc_is_the_share_of_pairs_in_order() -> None:
@@ -51,13 +52,19 @@ def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ..
 def test_a_difference_beyond_mean_variance_and_spectrum_is_detected() -> None:
     real = textures(64, 0, phases=False), textures(48, 1, phases=False)
     generated = textures(64, 2, phases=True), textures(48, 3, phases=True)
-    assert two_sample_auc(real, generated, steps=80) > 0.8
+    assert two_sample_auc(real, generated, 80)[0] > 0.8
 
 
-def test_scores_are_reproducible_without_the_global_generator() -> None:
+def test_scores_are_reproducible_without_the_global_generator_whatever_efforts_follow() -> None:
+    """One after the other, and in two threads at a time."""
     pair, other = (textures(8, 0, phases=False),) * 2, (textures(8, 1, phases=True),) * 2
     state = torch.random.get_rng_state()
-    assert two_sample_auc(pair, other, steps=3) == two_sample_auc(pair, other, steps=3)
+    alone, *both = (
+        two_sample_auc(pair, other, 3),
+        *ThreadPoolExecutor(2).map(lambda _: two_sample_auc(pair, other, 3, 5), range(2)),
+    )
+    assert both[0] == both[1]
+    assert both[0][:1] == alone
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -80,7 +87,7 @@ def test_large_patches_are_seen_in_detail_and_in_full() -> None:
         return noise(count) + 0.3 * (step - step.mean(1, keepdims=True))
 
     for other in (smooth, split):
-        assert two_sample_auc((noise(16), noise(12)), (other(16), other(12)), steps=40) > 0.8, other.__name__
+        assert two_sample_auc((noise(16), noise(12)), (other(16), other(12)), 40)[0] > 0.8, other.__name__
 
 
 def of_patches(patches: NDArray[np.float32]) -> NDArray[np.float64]:

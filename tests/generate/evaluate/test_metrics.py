@@ -18,9 +18,9 @@ from vesuvius.generate.evaluate.metrics import (
     Metric,
     classifier_auc,
     compare,
+    family_p,
     folds,
     nearest_distances,
-    permutation_p,
     permutations,
 )
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_sides
@@ -82,7 +82,7 @@ def judged(generated: Voxels, steps: int = 2) -> Comparison:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_POSITIONS", 2**15)  # a quarter of a second instead of five
         patch.setattr(module, "nearest_distances", once)
-        return compare(drawn, real, AugmentConfig(), steps)
+        return compare(drawn, real, AugmentConfig(), (steps, steps + 1))
 
 
 def metrics(comparison: Comparison) -> dict[str, Metric]:
@@ -96,7 +96,7 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
     assert metrics(found)["auc"].distance == pytest.approx(0.5, abs=0.2)
     assert set(metrics(found)) == {
         "air", "means_std", "planarity", "histogram_distance", "spectrum_distance_db", "correlation_distance",
-        "auc", "features_auc", "copies",
+        "kid", "frechet", "auc", "auc_16", "features_auc", "copies",
     }  # fmt: skip
 
 
@@ -131,18 +131,26 @@ def test_blurred_samples_are_detected_by_spectrum_and_classifier() -> None:
         assert found[key].differs
 
 
-def test_false_positives_have_the_nominal_rate_for_grouped_patches() -> None:
-    """Difference of the means of 30 and 20 groups of three patches that are alike."""
-    told = 0
+def test_some_metric_of_a_family_differs_at_the_nominal_rate_for_grouped_patches() -> None:
+    """Three moments of 30 and 20 groups of three patches that are alike.
+
+    Were patches swapped one by one, or each metric judged alone, far more than 5 % of the families would differ.
+    """
+    told, singly = 0, 0
     for seed in range(200):
         groups = [np.arange(30).repeat(3), np.arange(20).repeat(3)]
-        values = [
-            np.random.default_rng((seed, k)).standard_normal(each.max() + 1)[each] for k, each in enumerate(groups)
-        ]
-        pooled = np.concatenate(values)
-        by_chance = [abs(pooled[side].mean() - pooled[~side].mean()) for side in permutations(*groups)]
-        told += permutation_p(abs(values[0].mean() - values[1].mean()), by_chance) < 0.05
+        rngs = [np.random.default_rng((seed, k)) for k in range(2)]
+        pooled = np.concatenate([rng.standard_normal(g.max() + 1)[g] for rng, g in zip(rngs, groups, strict=True)])
+        moments = np.stack([pooled, pooled**2, pooled**3], 1)
+        sides = np.array([np.arange(150) < 90, *permutations(*groups)])
+        far = abs(sides @ moments / sides.sum(1)[:, None] - ~sides @ moments / (~sides).sum(1)[:, None])
+        told += min(family_p(far[0], far[1:])) < 0.05
+        singly += min(family_p([row[0]], [[value] for value in row[1:]])[0] for row in far.T) < 0.05
     assert within_chance(told, 200, 0.05)
+    assert singly > 1.5 * told
+    clear = family_p([5.0, 0.0, math.nan], [[1.0, value, 1.0] for value in np.linspace(-1, 1, 499)])
+    assert clear[0] < 0.05 < clear[1]
+    assert math.isnan(clear[2]), "an unknown metric costs the others nothing"
 
 
 def test_samples_with_held_out_conditions_are_tested_on_unseen_locations() -> None:
@@ -197,7 +205,7 @@ def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None
         other = overlapping(drawn, 40, rng)
         other = replace(other, locations=other.locations - (1, 0, 0, 0))
         shown = [each.values for each in (second, training, other)]
-        found.append(classifier_auc(second, training, other, shown, knows_by_heart))
+        found += classifier_auc(second, training, other, shown, knows_by_heart, [("auc", "")])
     found = [each for each in found if math.isfinite(each.distance)]
     values = np.array([each.distance for each in found])
     assert len(found) > 12
@@ -229,8 +237,9 @@ def test_patches_without_texture_are_unknown_and_metrics_are_plain_json() -> Non
     assert json.loads(text)["figures"]["copies"]["values"]["generated"] is None
     assert metrics(found)["copies"].reading == "unknown"
     assert "memorized is unknown" in verdict(found)
-    assert permutation_p(math.nan, [0.0] * 499) is math.nan
-    assert math.isnan(permutation_p(0.0, [math.nan] * 499))
+    assert math.isnan(family_p([math.nan], [[0.0]] * 499)[0])
+    assert math.isnan(family_p([0.0], [[math.nan]] * 499)[0])
+    assert math.isnan(family_p([0.0], [])[0])
 
 
 # Copies of training voxels are found wherever they are from and however they are turned; other patches are far.

@@ -7,6 +7,9 @@ such a CNN misses.  Sources: Lopez-Paz & Oquab 2017, classifier two-sample tests
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ _LAYERS = ((16, 2), (32, 2), (32, 1), (64, 2))
 _BATCH = 32
 _VIEWS = 8
 _VIEW_VOXELS = 2**13
+_SEEDING = Lock()  # torch's global generator initializes networks, and there is one for all threads
 
 _INTENSITIES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 _EDGES = (0.1, 0.5, 0.9)
@@ -30,34 +34,40 @@ _RIDGE = 0.1
 
 
 def two_sample_scores(
-    train: tuple[Patches, Patches], tests: tuple[Patches, ...], *, steps: int = 200
+    train: tuple[Patches, Patches], tests: tuple[Patches, ...], *, efforts: Sequence[int] = (200,)
 ) -> tuple[Floats, ...]:
     """Train a small 3D CNN to tell real from generated patches, and score how real each patch of `tests` looks.
 
     Patches are flipped, and rotated in the y-x plane if Y = X.  Of large ones the CNN sees a random part at full
     resolution and all of it at a lower one.  `train` has real and generated patches, which share no voxel with
-    `tests`.  Does not use the global generator; reproducible on one machine.
+    `tests`.  `efforts` are numbers of training steps, ascending: each continues the network of the one before with a
+    one-cycle schedule (Smith & Topin 2018) of its own, so the first does not depend on the others.  Returns the scores
+    of each of `tests`, [efforts, N].  Does not use the global generator; reproducible on one machine.
     """
     mean, std = float(train[0].mean()), float(train[0].std()) or 1.0
     real, generated, *others = (_Views(patches, mean, std) for patches in (*train, *tests))
     random = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
+    with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         branches = nn.ModuleList(_classifier() for _ in real.scales)
     optimizer = torch.optim.AdamW(branches.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     answers = torch.cat([torch.ones(_BATCH // 2), torch.zeros(_BATCH // 2)])
-    for _ in range(steps):
-        half = (_BATCH // 2,)
-        rows = [torch.randint(len(seen), half, generator=random).tolist() for seen in (real, generated)]
-        views = zip(real.views(rows[0], random), generated.views(rows[1], random), strict=True)
-        logits = sum(branch(torch.cat(pair)) for branch, pair in zip(branches, views, strict=True))
-        optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(logits[:, 0], answers).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        schedule.step()
-    branches.eval()
-    return tuple(_scores(branches, seen, random) for seen in others)
+    scores = []
+    for done, effort in pairwise((0, *efforts)):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=effort - done)
+        branches.train()
+        for _ in range(effort - done):
+            half = (_BATCH // 2,)
+            rows = [torch.randint(len(seen), half, generator=random).tolist() for seen in (real, generated)]
+            views = zip(real.views(rows[0], random), generated.views(rows[1], random), strict=True)
+            logits = sum(branch(torch.cat(pair)) for branch, pair in zip(branches, views, strict=True))
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(logits[:, 0], answers).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        branches.eval()
+        scores.append([_scores(branches, seen, random) for seen in others])
+    return tuple(map(np.stack, zip(*scores, strict=True)))
 
 
 def area_under_curve(higher: NDArray[np.floating], lower: NDArray[np.floating]) -> float:

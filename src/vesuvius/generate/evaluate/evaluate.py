@@ -62,7 +62,7 @@ def evaluate(
     asked: SampleRequest,
     path: Path | None,
     out: Path | None,
-    classifier_steps: int,
+    classifier_steps: Sequence[int],
     command: str,
     on_step: OnProgress = lambda what, done, total: None,
 ) -> tuple[Path, str]:
@@ -168,7 +168,7 @@ def _montage(
 def verdict(comparison: Comparison) -> str:
     """The result in one or two sentences: how many metrics fail and which, and whether training voxels are repeated."""
     metrics = comparison.metrics
-    failed, unknown = ([m.name.partition(",")[0] for m in metrics if m.differs is differs] for differs in (True, None))
+    failed, unknown = ([m.name for m in metrics if m.differs is differs] for differs in (True, None))
     found = f"Generated patches pass all {len(metrics) - len(unknown)} metrics"
     if failed:
         found = f"Generated patches fail {len(failed)} of {len(metrics)} metrics: {', '.join(failed)}"

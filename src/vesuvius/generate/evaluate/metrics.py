@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,8 @@ from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
 from vesuvius.generate.evaluate.classifiers import area_under_curve, kernel_scores, patch_features, two_sample_scores
-from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, disjoint_from
+from vesuvius.generate.evaluate.distances import KernelDistance, frechet_distances, whitened
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, share_voxels
 from vesuvius.predict.progress import one_thread
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -41,7 +42,7 @@ Floats = NDArray[np.float64]
 Voxels = NDArray[np.float32]
 
 LEVEL = 0.05
-"""Significance level: how often some texture metric of a perfect model is said to differ."""
+"""Significance level: how often some metric of a family differs for a perfect model."""
 _EXCHANGES = 499
 _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, roughly, to learn their defects
@@ -76,8 +77,9 @@ class Metric:
     values: dict[str, float]  # of `generated`, `held_out` and `training`, if the metric has a value per set
     distance: float  # from generated to held-out patches
     floor: float | None  # from training to held-out patches; None = generated and held-out are compared directly
-    p: float  # how often the metric is as far by chance; for texture metrics, how often any of them is
+    p: float  # how often the metric, or another of its family, is as far by chance
     note: str = ""
+    interval: tuple[float, float] | None = None  # of the distance, 95 %
 
     @property
     def differs(self) -> bool | None:
@@ -95,7 +97,9 @@ class Comparison:
     textures: dict[str, Texture]  # of each set
 
 
-def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: int) -> Comparison:
+def compare(
+    generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: Sequence[int]
+) -> Comparison:
     """Measure all metrics; copies are searched in the symmetries of `augment`.
 
     The classifiers learn real patches from the first of `real.sides` and are tested on the second: held-out patches may
@@ -103,25 +107,32 @@ def compare(generated: PatchSet, real: RealPatches, augment: AugmentConfig, clas
     """
     held_out = real.held_out
     sets = {"generated": generated, "held_out": held_out, "training": real.training}
+    every = sets | {"side 0": real.sides[0], "side 1": real.sides[1]}
     # samples with held-out conditions are compared with the held-out patches
     train_real, test_real = (real.sides[0], held_out) if generated.is_conditional else real.sides
     # One thread per core with its own small tensors is twice as fast as torch's threads.
     with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             compared = test_real, train_real, generated
-            train = partial(two_sample_scores, steps=classifier_steps)
-            auc = pool.submit(classifier_auc, *compared, [each.values for each in compared], train)
             nearest = [
                 pool.submit(nearest_distances, real.searched, each.values, augment) for each in (generated, held_out)
             ]
-            parts = {name: list(pool.map(measure_patch, each.values)) for name, each in sets.items()}
-            features = [np.stack(list(pool.map(patch_features, each.values))) for each in compared]
-        second = classifier_auc(*compared, features, kernel_scores, ("features_auc", "AUC of fixed features"))
+            measured = {name: pool.map(measure_patch, each.values) for name, each in sets.items()}
+            described = {name: pool.map(patch_features, each.values) for name, each in every.items()}
+            train = partial(two_sample_scores, efforts=classifier_steps)
+            named = [(f"auc_{steps}" if n else "auc", f"classifier AUC, {steps} steps")
+                     for n, steps in enumerate(classifier_steps)]  # fmt: skip
+            aucs = classifier_auc(*compared, [each.values for each in compared], train, named, pool.map)
+            features = {name: np.stack(list(each)) for name, each in described.items()}
+            parts = {name: list(each) for name, each in measured.items()}
+        shown = [features["held_out"] if generated.is_conditional else features["side 1"], features["side 0"]]
+        aucs += classifier_auc(
+            *compared, [*shown, features["generated"]], kernel_scores, [("features_auc", "AUC of fixed features")]
+        )
         metrics = _textures(parts, generated.groups(), real.training.groups())
+        metrics += _feature_distances(sets, features)
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
-    return Comparison(
-        (*metrics, auc.result(), second, copies), {name: combine_textures(each) for name, each in parts.items()}
-    )
+    return Comparison((*metrics, *aucs, copies), {name: combine_textures(each) for name, each in parts.items()})
 
 
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
@@ -139,12 +150,26 @@ def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
             yield rng.permutation(total)[group] < count
 
 
-def permutation_p(found: float, by_chance: list[float]) -> float:
-    """Return the share of permutations with a value at least as large as `found`; NaN if unknown."""
-    known = np.array(by_chance)[np.isfinite(by_chance)]
-    if not math.isfinite(found) or 2 * len(known) < _EXCHANGES:
-        return math.nan
-    return float((1 + np.count_nonzero(known >= found)) / (1 + len(known)))
+def family_p(found: Sequence[float], by_chance: Sequence[Sequence[float]]) -> list[float]:
+    """Return for each of several metrics how often, by chance, *any* of them is as unlikely; NaN if unknown.
+
+    `by_chance` has the values of each permutation.  The larger a value, the less likely: its rank among all
+    permutations, so that metrics count alike.  Equal sets have a value below `LEVEL` in 5 % of all families.  Source:
+    Westfall & Young 1993, the step of min P.  Pure.
+    """
+    table = np.array([found, *by_chance], np.float64).reshape(-1, len(found))
+    finite = np.isfinite(table)
+    known = finite[0] & (2 * finite[1:].sum(0) >= _EXCHANGES)
+    chances = np.ones_like(table)
+    for column in np.flatnonzero(known):
+        rows = finite[:, column]
+        values = table[rows, column]
+        chances[rows, column] = 1 - np.searchsorted(np.sort(values), values) / len(values)
+    smallest = chances.min(1)
+    return [
+        float((smallest <= chance + 1e-9).mean()) if is_known else math.nan
+        for chance, is_known in zip(chances[0], known, strict=True)
+    ]
 
 
 def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Metric]:
@@ -155,14 +180,41 @@ def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: I
         tuple(combine_textures([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
         for side in permutations(generated, training)
     ]
-    metrics = []
-    for key, (name, far) in _TEXTURES.items():
-        distance, floor = far(whole["generated"], real), far(whole["training"], real)
-        p = len(_TEXTURES) * permutation_p(
-            distance - floor, [far(one, real) - far(other, real) for one, other in swapped]
-        )
+    metrics, names, fars = [], [name for name, _ in _TEXTURES.values()], [far for _, far in _TEXTURES.values()]
+    distances = [(far(whole["generated"], real), far(whole["training"], real)) for far in fars]
+    chances = family_p(
+        [distance - floor for distance, floor in distances],
+        [[far(one, real) - far(other, real) for far in fars] for one, other in swapped],
+    )
+    for key, name, (distance, floor), p in zip(_TEXTURES, names, distances, chances, strict=True):
         values = {of: float(getattr(each, key)) for of, each in whole.items()} if hasattr(real, key) else {}
-        metrics.append(Metric(key, name, values, distance, floor, min(p, 1.0) if math.isfinite(p) else p))
+        metrics.append(Metric(key, name, values, distance, floor, p))
+    return metrics
+
+
+def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -> list[Metric]:
+    """Return KID and Frechet distance of fixed features, in components of the training patches of both sides."""
+    reference = np.concatenate([features["side 0"], features["side 1"]])
+    generated, held_out, training = whitened([features[name] for name in sets], reference)
+    pooled, count = np.concatenate([generated, training]), len(generated)
+    within = np.zeros((len(pooled), len(pooled)), np.bool_)
+    within[:count, :count] = share_voxels(sets["generated"], sets["generated"])
+    within[count:, count:] = share_voxels(sets["training"], sets["training"])
+    real = sets["held_out"]
+    across = np.concatenate([share_voxels(sets[name], real) for name in ("generated", "training")])
+    kid = KernelDistance(pooled, held_out, (within, share_voxels(real, real), across))
+    groups = [sets[name].groups() for name in sets]
+    sides = np.stack([np.arange(len(pooled)) < count, *permutations(groups[0], groups[2])])
+    far = np.stack([[kid(each), frechet_distances(pooled, each > 0, held_out)] for each in (1.0 * sides, 1.0 * ~sides)])
+    found = far[0] - far[1]  # [metrics, permutations]
+    chances = family_p(found[:, 0].tolist(), found[:, 1:].T.tolist())
+    interval = kid.interval(groups[0], groups[1])
+    notes = ["95 % interval of the distance {:.2g} to {:.2g}".format(*interval), ""]
+    metrics = []
+    for row, (key, name) in enumerate((("kid", "kernel distance (KID)"), ("frechet", "Frechet distance"))):
+        distance, floor = far[:, row, 0].tolist()
+        note = notes[row] if math.isfinite(chances[row]) else "too few patches"
+        metrics.append(Metric(key, name, {}, distance, floor, chances[row], note, None if row else interval))
     return metrics
 
 
@@ -172,29 +224,36 @@ def classifier_auc(
     other: PatchSet,
     shown: Sequence[NDArray[Any]],
     scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
-    named: tuple[str, str] = ("auc", "classifier AUC"),
-) -> Metric:
+    named: Sequence[tuple[str, str]],
+    run: Callable[..., Iterable[Any]] = map,
+) -> list[Metric]:
     """Train two classifiers, each on one side of `other`, and test each on the other side and on `real` patches.
 
-    The AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
+    An AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
     share no voxel.  `real` shares none with `training`.  `shown` is the classifier's input for each set; `scores`
-    trains on real and other patches and scores how real each test patch looks.
+    trains on real and other patches and scores how real each test patch looks: [N], or [efforts, N] for a family of
+    metrics.  `named` are their keys and names.
     """
-    areas, chances = [], []
-    for train, test, rows in folds(other, real):
-        found = scores((shown[1], shown[2][train]), (shown[0][rows], shown[2][test]))
-        pooled = np.concatenate(found)
+    areas, chances, tests = [], [], folds(other, real)
+    trains = [(shown[1], shown[2][train]) for train, _, _ in tests]
+    inputs = [(shown[0][rows], shown[2][test]) for _, test, rows in tests]
+    for (_, test, rows), found in zip(tests, run(scores, trains, inputs), strict=True):
+        efforts = list(zip(*map(np.atleast_2d, found), strict=True))
+        pooled = [np.concatenate(each) for each in efforts]
         # Wider groups, because overlapping patches on both sides of a border have similar scores: of equal sets cut
         # from two volumes, 3 % differ significantly with groups of three patches, 8 % with groups of two.
         groups = real.groups(3)[rows], other.groups(3)[test]
-        by_chance = [area_under_curve(pooled[side], pooled[~side]) for side in permutations(*groups)]
-        areas.append(area_under_curve(*found))
-        chances.append(permutation_p(areas[-1], by_chance))
-    area, known = float(np.mean(areas)) if areas else math.nan, [p for p in chances if math.isfinite(p)]
-    if not known:
-        return Metric(*named, {}, area, 0.5, math.nan, "too few disjoint patches")
-    note = "" if len(other) >= _ENOUGH else f"{len(other)} samples are a weak test"
-    return Metric(*named, {}, area, 0.5, min(1.0, len(known) * min(known)), note)
+        by_chance = [[area_under_curve(p[side], p[~side]) for p in pooled] for side in permutations(*groups)]
+        areas.append([area_under_curve(*each) for each in efforts])
+        chances.append(family_p(areas[-1], by_chance))
+    metrics, weak = [], "" if len(other) >= _ENOUGH else f"; {len(other)} samples are a weak test"
+    for column, (key, name) in enumerate(named):
+        area = float(np.mean([each[column] for each in areas])) if areas else math.nan
+        known = [each[column] for each in chances if math.isfinite(each[column])]
+        note = f"a lower bound{weak}" if known else "too few disjoint patches"
+        p = min(1.0, len(known) * min(known)) if known else math.nan
+        metrics.append(Metric(key, name, {}, area, 0.5, p, note))
+    return metrics
 
 
 def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
@@ -206,7 +265,7 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
     found = []
     for k in (0, 1):
         train, test = np.flatnonzero(other.side == k), np.flatnonzero(other.side == 1 - k)
-        rows = np.flatnonzero(disjoint_from(real, other.rows(train)))
+        rows = np.flatnonzero(~share_voxels(real, other.rows(train)).any(1))
         if min(len(train), len(test), len(rows)) >= _LEAST_TEST:
             found.append((train, test, rows))
     return found
@@ -223,7 +282,8 @@ def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: 
 
     values = {"generated": share(generated), "held_out": share(held_out)}
     distance = values["generated"] - values["held_out"]
-    p = permutation_p(distance, [share(pooled[s]) - share(pooled[~s]) for s in permutations(groups, held_out_groups)])
+    by_chance = [[share(pooled[s]) - share(pooled[~s])] for s in permutations(groups, held_out_groups)]
+    (p,) = family_p([distance], by_chance)
     return Metric(COPIES, "share of copies", values, distance, None, p)
 
 

@@ -202,13 +202,12 @@ def disjoint_sides(locations: NDArray[np.int64] | None, patch_zyx: Sequence[int]
     return max(found, key=lambda each: each[:2])[2]
 
 
-def disjoint_from(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
-    """Return which patches share no voxel with any of the others: bool [N].  Pure."""
+def share_voxels(patches: PatchSet, others: PatchSet) -> NDArray[np.bool_]:
+    """Return which of the first share voxels with which of the others: bool [N, M].  Pure."""
     if patches.locations is None or others.locations is None:
-        return np.ones(len(patches), np.bool_)
+        return np.zeros((len(patches), len(others)), np.bool_)
     least = np.array((1, *patches.values.shape[1:]))
-    shared = ((abs(others.locations - location) < least).all(1).any() for location in patches.locations)
-    return ~np.fromiter(shared, np.bool_)
+    return np.stack([(abs(others.locations - location) < least).all(1) for location in patches.locations])
 
 
 def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None, volume_index: int) -> PatchSet:
