@@ -328,6 +328,11 @@ def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
         ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
     ]  # fmt: skip
     assert report.facts["best validation error"] == "0.600 of the Wiener filter's (step 2)"
+    validations.append(validation(4, 0.8, bin_sigmas=[0.25, 60]))  # after a resume by a version with another headline
+    report = reported(write_run(tmp_path / "later", [run_start(), step(1), *validations]))
+    (bins,) = [chart for chart in report.charts if chart.key == "bins"]
+    assert [(s.label, s.mid.tolist()) for s in bins.series] == [("sigma 0.25", [0.8]), ("sigma 60", [0.4])]
+    assert report.facts["best validation error"] == "0.800 of the Wiener filter's (step 4)"
 
 
 def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:

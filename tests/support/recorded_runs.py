@@ -86,7 +86,7 @@ def verdict(number: int, **figures: Any) -> Record:
     return {"kind": "verdict", "time": BEGAN + number, "step": number, **said, **figures}
 
 
-def validation(number: int, error: float) -> Record:
+def validation(number: int, error: float, **figures: Any) -> Record:
     found = {"relative_error": error, "relative_bins": [error, error / 2]}
     record: Record = {
         "kind": "validation",
@@ -95,7 +95,7 @@ def validation(number: int, error: float) -> Record:
         "loss": 0.5,
         "relative_error": error,
     }
-    return record | {"bin_edges": [0, 500, 1000], "weights": {"raw": found, "ema": found}}
+    return record | {"bin_edges": [0, 500, 1000], "weights": {"raw": found, "ema": found}} | figures
 
 
 def lines(records: Iterable[Record]) -> Iterator[str]:

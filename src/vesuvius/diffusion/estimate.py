@@ -1,9 +1,9 @@
 """Network -> prediction -> estimate of x_0 and eps, with guidance and clipping -> patch-sized samples.
 
-With a known data spectrum, the network corrects the stationary Wiener filter, the best linear denoiser.  In Karras et
-al. 2022 it corrects c_skip x_t, the Wiener filter of white data.  CT patches are not white, so here c_skip is a filter
-with one value per frequency.  A network that returns 0 is the filter at every noise level; training adds only what the
-spectrum does not contain.
+With a known data spectrum, the network corrects the periodic stationary Wiener filter, the best filter with one gain
+per frequency.  In Karras et al. 2022 it corrects c_skip x_t, the Wiener filter of white data.  CT patches are not
+white, so here c_skip has one value per frequency.  A network that returns 0 is the filter at every noise level;
+training adds only what the spectrum does not contain.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class NetworkEstimate:
         if self._schedule.spectrum is None:
             return prediction
         alpha, sigma = (x.new_full((len(x), 1, 1, 1, 1), value) for value in (level.alpha, level.sigma))
-        _, linear, _ = split_signal_noise(self._schedule, x.float(), alpha.float(), sigma.float())
-        return linear + guidance * (prediction - linear)
+        _, wiener, _ = split_signal_noise(self._schedule, x.float(), alpha.float(), sigma.float())
+        return wiener + guidance * (prediction - wiener)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
         """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u) (Ho & Salimans 2022, eq. 6)."""

@@ -43,24 +43,24 @@ def _learning(records: RunRecords) -> Iterator[Chart]:
     for key, title in (("loss", "Training loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate")):
         series = [banded(key, steps["step"], steps[key])]
         yield from chart(key, title, "", series, log=wants_log(series) and key != "lr")
-    validations = records.of_kind("validation")
+    validations = records.validations
     x = [figure(record.get("step")) for record in validations]
     error = [banded("EMA weights", x, [figure(record.get("relative_error")) for record in validations])]
     title = "Validation error, relative to the stationary Wiener filter"
     yield from chart("relative_error", title, "", error, limits=(("Wiener filter", 1.0),))
     bins = _bins(validations, x)
-    yield from chart("bins", "Validation error by noise level (t)", "", bins, log=wants_log(bins))
+    yield from chart("bins", "Validation error by noise level", "", bins, log=wants_log(bins))
 
 
 def _bins(validations: Sequence[Record], x: Sequence[float]) -> list[Series | None]:
     """A curve for up to four bins of timesteps, from the first to the last; EMA weights."""
-    edges: list[int] = next((r["bin_edges"] for r in reversed(validations) if r.get("bin_edges")), [])
+    last: Record = next((r for r in reversed(validations) if r.get("bin_edges")), {})
     rows = [((record.get("weights") or {}).get("ema") or {}).get("relative_bins") or [] for record in validations]
-    bins = list(enumerate(pairwise(edges)))
-    shown = np.unique(np.linspace(0, len(bins) - 1, min(len(bins), _MOST_CURVES)).round().astype(int))
+    names = [f"sigma {sigma:.2g}" for sigma in last.get("bin_sigmas", ())]
+    names = names or [f"t {low} to {high - 1}" for low, high in pairwise(last.get("bin_edges", ()))]
+    shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), _MOST_CURVES)).round().astype(int))
     return [
-        banded(f"t {low} to {high - 1}", x, [figure(row[index]) if index < len(row) else np.nan for row in rows])
-        for index, (low, high) in (bins[each] for each in shown)
+        banded(names[index], x, [figure(row[index]) if index < len(row) else np.nan for row in rows]) for index in shown
     ]
 
 

@@ -179,7 +179,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "step, p50": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), format_number),
-        _BEST: _best(records.of_kind("validation")),
+        _BEST: _best(records.validations),
         "verdicts": ", ".join(f"{kind} {verdicts.count(kind)}" for kind in dict.fromkeys(verdicts)) or "none",
         "non-finite steps": str(sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))),
         "processes that died": str(sum(death.cause not in _ENDED_ITSELF for death in records.deaths)),

@@ -93,6 +93,12 @@ class RunRecords:
     def of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.others if record["kind"] == kind]
 
+    @property
+    def validations(self) -> list[Record]:
+        """Validations whose headline is the mean over the same levels as the last one's, by version."""
+        found = self.of_kind("validation")
+        return [record for record in found if ("bin_sigmas" in record) == ("bin_sigmas" in found[-1])]
+
     def peak(self, name: str, *more: float) -> float:
         """The largest known value of a field of all steps, also of those left out, and of `more`; NaN if none is."""
         return float(np.fmax.reduce([*self.columns[name], self.peaks.get(name, math.nan), *more]))

@@ -20,6 +20,9 @@ def test_progress_is_restored_with_one_more_session() -> None:
     assert (again.validated_step, again.previewed_step, again.best) == (4, 2, Best(4, 0.5))
     assert again.quarantined == [{"region": 1}]
     assert Progress.from_state(Progress().state_dict()).best is None, "there was no validation"
+    before = progress.state_dict() | {"best": {"step": 4, "relative_error": 0.1}}
+    del before["best_judged"]
+    assert Progress.from_state(before).best is None, "of earlier versions: the mean over other levels"
     state = Progress(trained_s=100.0).state_dict()
     assert 100.0 < state["trained_s"] == Progress.from_state(state).trained_s, "the pause in between does not count"
 

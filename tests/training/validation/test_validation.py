@@ -29,6 +29,8 @@ from vesuvius.training.validation.validation import (
     Losses,
     ValidationPatches,
     ValidationResult,
+    bin_sigmas,
+    judged_error,
     patches_of_rank,
     validate,
 )
@@ -246,7 +248,7 @@ def test_batches_do_not_make_the_host_wait_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(("noise", "prediction"), [("spectral", "v"), ("cosine", "x_0")])
-def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
+def test_the_stationary_filter_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
     """At every level: all count equally, whatever the weights of the loss."""
     config, reference = config_of(prediction=prediction, noise=noise), make_reference()
     schedule = Schedule.from_config(config.diffusion, spectrum())
@@ -262,7 +264,7 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
             config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardized(guess)) / sigma, t
         )
 
-    def linear(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def wiener(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return predicting(schedule.wiener_x_0(spectrum(), x_t, t), x_t, t)
 
     def sure(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -270,19 +272,31 @@ def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str,
         nearest = (candidates - x_t[:, None]).square().flatten(2).sum(2).argmin(1)
         return predicting(x_0[nearest], x_t, t)
 
-    result = result_of(config, {"ema": linear, "raw": sure}, reference)
+    result = result_of(config, {"ema": wiener, "raw": sure}, reference)
     np.testing.assert_allclose(result.weights["ema"].relative_bins, 1, rtol=0.02)
     assert result.relative_error == pytest.approx(1, rel=0.01)
     assert min(result.weights["raw"].relative_bins) < 1e-3
 
 
+def test_the_headline_is_the_mean_over_sigma_0_3_to_80_or_over_all_if_none_is_there() -> None:
+    of_bins = (0.25, 0.5, 0.125, 0.9)
+    assert judged_error(of_bins, (0.2, 0.3, 80, 81)) == pytest.approx(0.25)
+    assert judged_error((0.25, 4.0), (0.01, 0.1)) == pytest.approx(1.0)
+    assert math.isnan(judged_error((0.25, math.inf), (1, 100)))
+
+
+def test_the_judged_bins_of_a_spectral_schedule_are_named_by_the_sigma_at_their_middle() -> None:
+    config = DiffusionConfig(sigma_min=0.01, sigma_max=100)
+    exponents = np.arange(-2, 2, 0.5) + 0.25
+    # The levels include both ends, their bins do not: half of 4 / 1000 decades.
+    np.testing.assert_allclose(np.log10(bin_sigmas(Schedule.from_config(config))), exponents, atol=2e-3)
+
+
 def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
     """Constant patches: the stationary Wiener filter makes no error."""
-    some = Losses(0.5, (0.5, 0.5), (0.25, 4.0))
-    none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf))
-    assert some.relative_error == pytest.approx(1.0)
-    assert math.isnan(none.relative_error)
-    line = ValidationResult(2, (0, 500, 1000), {"raw": some, BEST_BY_WEIGHTS: none}).line(1, 2)
+    some = Losses(0.5, (0.5, 0.5), (0.25, 4.0), 1.0)
+    none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf), math.nan)
+    line = ValidationResult(2, (0, 500, 1000), (0.1, 1), {"raw": some, BEST_BY_WEIGHTS: none}).line(1, 2)
     assert line.endswith("relative_error unknown relative_bins unknown unknown")
 
 

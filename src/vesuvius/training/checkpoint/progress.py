@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 FIRST_PREVIEW_S = 90.0
 _PACE_STEPS = 1000  # for the time left; includes some validations and saves
 _CLEARED = "cleared"
+_BEST = "best_judged"  # "best" of earlier versions was the mean over all levels: not comparable
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
 @dataclass(frozen=True)
 class Best:
-    """Best validation so far, by `relative_error` of the averaged weights."""
+    """Best validation so far, by `relative_error` of the averaged weights, the mean over `JUDGED_SIGMA`."""
 
     step: int
     relative_error: float
@@ -122,7 +123,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _COUNTS} | {
             "quarantined": list(self.quarantined),
-            "best": None if self.best is None else vars(self.best).copy(),
+            _BEST: None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
         }
@@ -133,7 +134,7 @@ class Progress:
         return cls(
             **{key: state[key] for key in _COUNTS},
             quarantined=list(state["quarantined"]),
-            best=Best(**state["best"]) if state["best"] else None,
+            best=Best(**state[_BEST]) if state.get(_BEST) else None,
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
         )
