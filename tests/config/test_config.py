@@ -77,6 +77,8 @@ def test_derived_numbers_follow_from_the_keys() -> None:
             ["data.condition_normalize={low: 0.0, high: 2.0}"],
             "condition_normalize needs a condition of intensities, but there is none; remove",
         ),
+        (["diffusion.condition_noise=0.5"], "condition_noise 0.5 is for conditions of intensities with a context"),
+        (["diffusion.sampler_condition_noise=0.5"], "sampler_condition_noise 0.5 exceeds what training adds, 0"),
         (["diffusion.sampler_guidance=2.0"], "sampler_guidance 2.0 needs a model trained with and without a condition"),
     ],
 )

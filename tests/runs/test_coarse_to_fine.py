@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 import zarr
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import textured, write_array
 from tests.stream.test_coarse_condition import upsampled
@@ -15,6 +21,7 @@ from tests.support.runs import PATCH, assert_same_weights, train_in, write_confi
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume
 from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
 
 SCAN = (32, 80, 47)
@@ -39,10 +46,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "coarse": level_1,
         "fine": {"path": "scan.zarr", "condition": level_1},
         "explicit": {"path": "scan.zarr", "condition": {"path": "upsampled.zarr"}},
+        "around": {"path": "scan.zarr", "condition": level_1 | {"context": 2}},
     }
-    return train_in(
-        place, *(write_config(place / f"{n}.yaml", [v], {"validation": {"gap": 0}}) for n, v in volumes.items())
-    )
+    configs = [write_config(place / f"{n}.yaml", [v], {"validation": {"gap": 0}}) for n, v in volumes.items()]
+    noisy = yaml.safe_load(configs[-1].read_text())
+    noisy["diffusion"]["condition_noise"] = 0.4
+    configs[-1].write_text(yaml.safe_dump(noisy))
+    train_in(place, *configs)
+    with chdir(place):
+        _see_windows("around")
+    return place
+
+
+def _see_windows(run: str) -> None:
+    """Give the branch that sees the window weights other than 0, as many more steps would."""
+    (checkpoint,) = (Path("runs") / run / "checkpoints").glob("step_*")
+    weights = load_file(path := checkpoint / "model.safetensors")
+    for name, weight in weights.items():
+        if name.startswith(("context.outs", "conv_out")):
+            weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    save_file(weights, path)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +136,50 @@ def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
     given = InputConfig(condition=ArrayConfig(path="placed.zarr"))
     with Inputs(given, DataConfig(volumes=(VolumeConfig(path="scan"),)), FINE, (2, 2, 2)) as inputs:
         assert inputs.space(None) == ((8.0, 8.0, 8.0), "micrometer", (32.0, 0.0, 64.0))
+
+
+def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_beyond_the_volume() -> None:
+    draw = ("around.zarr", "--coarse", "coarse", "--shape", ",".join(map(str, FINE)))
+    assert draws("around", *draw) == 0
+    coarse = voxels("around.coarse.zarr/0")
+    assert coarse.shape == tuple(-(-size // 2) + 2 * (patch // 4) for size, patch in zip(FINE, PATCH, strict=True))
+    margin = [patch // 4 for patch in PATCH]
+    box = ",".join(f"{2 * more}:{2 * more + size}" for more, size in zip(margin, FINE, strict=True))
+    drawn = {}
+    for name, where in (("same", ()), ("outside", tuple(more - 1 for more in margin)), ("noise", ())):
+        changed = coarse.copy()
+        if where:
+            changed[where] += 99
+        write_array(Path(f"{name}.zarr"), changed)
+        noise = ("--condition-noise", 0.3) if name == "noise" else ()
+        assert draws("around", f"from_{name}.zarr", "--condition", f"{name}.zarr", "--box", box, *noise) == 0
+        drawn[name] = voxels(f"from_{name}.zarr/0")
+    np.testing.assert_array_equal(drawn["same"], voxels("around.zarr/0"))
+    assert (drawn["outside"] != drawn["same"])[:4, :8, :8].any(), "a voxel of the coarse volume outside the box"
+    np.testing.assert_array_equal(drawn["outside"][12:], drawn["same"][12:], "of the last tiles alone")
+    assert (drawn["noise"] != drawn["same"]).mean() > 0.5
+
+
+def test_with_context_a_stopped_volume_continues_with_the_same_bits_in_other_processes() -> None:
+    request: dict[str, Any] = {
+        "checkpoint": Path("around"),
+        "weights": "ema",
+        "overrides": ("diffusion.sampler_steps=2",),
+        "seed": 3,
+        "batch_size": 4,
+        "volume_index": 0,
+        "shape_zyx": None,
+        "inputs": InputConfig(condition=ArrayConfig(path="scan.zarr", level=1), box=((0, 0, 0), (12, 24, 24))),
+        "workers": 1,
+    }
+    generate_volume(VolumeRequest(**request, out=Path("whole.zarr")))
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        if what == "batches of tiles" and done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_volume(VolumeRequest(**request, out=Path("stopped.zarr")), stop)
+    assert not Path("stopped.zarr").exists()
+    generate_volume(VolumeRequest(**request, out=Path("stopped.zarr")))
+    np.testing.assert_array_equal(voxels("stopped.zarr/0"), voxels("whole.zarr/0"))

@@ -30,6 +30,10 @@ KEYS = {
     "steps": ("diffusion.sampler_steps", "sampling steps"),
     "clip": ("diffusion.sampler_clip", "limit on |x_0| in each step, in model values; null = none"),
     "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
+    "condition_noise": (
+        "diffusion.sampler_condition_noise",
+        "noise on a condition with context: more copies fewer of its defects",
+    ),
     "residual_guidance": (
         "diffusion.residual_guidance",
         "factor on what the network adds: 1 = as trained; sharper above",
@@ -53,7 +57,7 @@ def main(argv: list[str]) -> int:
     volume |= arguments.condition is not None
     if volume and out is None:
         parser.error("--out is missing; add --out NAME.zarr, or --out FOLDER for pairs of scan and labels")
-    others = ("count",) if volume else (*_OF_VOLUMES, "condition", "box", "mask", "dry_run")
+    others = ("count",) if volume else (*_OF_VOLUMES, "condition", "coarse", "box", "mask", "dry_run")
     if given := [name for name in others if getattr(arguments, name)]:
         of, remedy = ("patches", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
@@ -92,6 +96,8 @@ def _parser() -> Parser:
     volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
     labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
     volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
+    coarse = "run or checkpoint that first draws the condition, a coarser volume, to OUT.coarse.zarr"
+    volumes.add_argument("--coarse", type=Path, metavar="RUN_OR_FILE", help=coarse)
     volumes.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
     volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
@@ -177,7 +183,7 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.inputs import InputConfig
     from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
-    from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume
+    from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume, with_coarse
 
     inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
     options = {name: value for name in _OF_VOLUMES if (value := getattr(arguments, name)) is not None}
@@ -188,12 +194,16 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         picture = out / f"{arguments.seed}.png"
         out = out / "images" / f"{arguments.seed}.zarr"
     common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
-    request = VolumeRequest(**common, **options)
+    request, coarse = VolumeRequest(**common, **options), None
+    if arguments.coarse is not None:
+        coarse, request = with_coarse(request, arguments.coarse)
     check_picture(request, picture)
-    if arguments.dry_run:
-        say(forecast_volume(request))
+    if arguments.dry_run:  # of the coarse volume, which the other one would need
+        say(forecast_volume(coarse or request))
         return EXIT_OK
     with Progress("sampling") as progress:
+        if coarse is not None:
+            generate_volume(coarse, progress.update)
         text = generate_volume(request, progress.update)
     draw_volume_picture(request, picture)
     say(f"{text}; middle slices: {picture}")

@@ -7,6 +7,7 @@ fields' descriptions are in docs/config.md (`tools/config_table.py`).  `load.py`
 from vesuvius.config.data import ArrayConfig as ArrayConfig
 from vesuvius.config.data import AugmentConfig as AugmentConfig
 from vesuvius.config.data import ClassWeight as ClassWeight
+from vesuvius.config.data import ConditionConfig as ConditionConfig
 from vesuvius.config.data import DataConfig as DataConfig
 from vesuvius.config.data import ForegroundConfig as ForegroundConfig
 from vesuvius.config.data import MaskConfig as MaskConfig

@@ -74,6 +74,22 @@ class MaskConfig(ArrayConfig):
             yield f"labels {list(self.labels)} and ignore {list(self.ignore)} exclude each other; remove one of them"
 
 
+class ConditionConfig(ArrayConfig):
+    """The condition of a volume."""
+
+    context: int | None = Field(
+        default=None,
+        ge=2,
+        description="of a condition that is n times coarser than the volume: n = the network also sees a window of it "
+        "around the patch, n times as long as the patch; null = only at the patch",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.context and self.transform:
+            yield f"context of {self.path} needs an alignment by scale and translation; remove context or transform"
+
+
 class ForegroundConfig(Section):
     """Definition of foreground for volumes without a mask, used if `data.min_foreground` is above 0."""
 
@@ -96,7 +112,7 @@ class VolumeConfig(ArrayConfig):
     min_foreground: float | None = Field(
         default=None, ge=0, le=1, description="overrides data.min_foreground for this volume; null = no override"
     )
-    condition: ArrayConfig | None = Field(
+    condition: ConditionConfig | None = Field(
         default=None,
         description="labels, a second scan or another level, cut at the same position as a second tensor; aligned by "
         "OME scale and translation (docs/volumes.md); patches come from the region that both cover",
@@ -273,6 +289,12 @@ class DataConfig(Section):
         """`nan` for conditions: a number is an intensity, not a label."""
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
+    @property
+    def context(self) -> int | None:
+        """The `context` of the conditions."""
+        first = self.volumes[0].condition
+        return first.context if first else None
+
     def min_foreground_of(self, volume: VolumeConfig) -> float:
         return self.min_foreground if volume.min_foreground is None else volume.min_foreground
 
@@ -328,6 +350,8 @@ class DataConfig(Section):
                 f"class_weights {', '.join(f'{each.label}: {each.share:g}' for each in self.class_weights)} are not "
                 "distinct classes whose shares sum to less than 1; the rest of the patches comes from everywhere"
             )
+        if all(paired) and len({each.condition.context for each in self.volumes if each.condition}) > 1:
+            yield "the conditions have different contexts; set the same data.volumes[].condition.context in all"
         if any(paired) and not all(paired):
             yield (
                 "only some volumes have a condition; give every one a data.volumes[].condition or none, or use those "

@@ -115,8 +115,10 @@ class Config(Section):
 
     @property
     def condition_channels(self) -> int:
-        """Input channels in addition to x_t: those of the condition, and one that marks its presence."""
-        return len(self.data.class_values or (0,)) + 1 if self.has_condition else 0
+        """Input channels in addition to x_t: those of the condition, one that marks its presence and, with context,
+        its level of noise and the channels of the window."""
+        channels = len(self.data.class_values or (0,))
+        return (2 * (channels + 1) if self.data.context else channels + 1) if self.has_condition else 0
 
     @property
     def input_channels(self) -> int:
@@ -132,6 +134,11 @@ class Config(Section):
                 "channel; remove them"
             )
         guided = self.has_condition and self.diffusion.condition_dropout > 0
+        if self.diffusion.condition_noise and (not self.data.context or self.data.condition_classes):
+            yield (
+                f"diffusion.condition_noise {self.diffusion.condition_noise:g} is for conditions of intensities with a "
+                "context; set it to 0, or set data.volumes[].condition.context"
+            )
         if self.diffusion.sampler_guidance != 1 and not guided:
             yield (
                 f"diffusion.sampler_guidance {self.diffusion.sampler_guidance} needs a model trained with and without "

@@ -194,6 +194,12 @@ class DiffusionConfig(Section):
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, needed for guidance; 0 = none"
     )
+    condition_noise: float = Field(
+        0.0,
+        ge=0,
+        description="noise that training adds to a condition with context, so that its defects are not copied: the "
+        "largest standard deviation, in model values; 0 = none",
+    )
     sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
     sampler_steps: PositiveInt = Field(
         30,
@@ -208,6 +214,11 @@ class DiffusionConfig(Section):
         ge=0,
         description="classifier-free guidance: 1 = plain condition, more = stronger, 0 = ignore the condition",
     )
+    sampler_condition_noise: float | None = Field(
+        None,
+        ge=0,
+        description="noise added to the condition while sampling, at most condition_noise; null = a quarter of it",
+    )
     residual_guidance: float = Field(
         1.0,
         gt=0,
@@ -220,10 +231,21 @@ class DiffusionConfig(Section):
         "all",
     )
 
+    @property
+    def sampled_condition_noise(self) -> float:
+        """Standard deviation of the noise on the condition in sampling and validation."""
+        given = self.sampler_condition_noise
+        return self.condition_noise / 4 if given is None else given
+
     def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:
             yield (
                 f"sampler_steps {self.sampler_steps} exceed timesteps {self.timesteps}; lower diffusion.sampler_steps"
+            )
+        if (self.sampler_condition_noise or 0) > self.condition_noise:
+            yield (
+                f"sampler_condition_noise {self.sampler_condition_noise:g} exceeds what training adds, "
+                f"{self.condition_noise:g}; lower it, or raise diffusion.condition_noise in a new run"
             )
         if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
             yield (

@@ -34,6 +34,7 @@ class Purpose(IntEnum):
     SAMPLER_NOISE = 8
     CONDITION_POSITION = 9
     VOLUME = 10
+    CONDITION_NOISE = 11
 
 
 def _sequence(seed: int, purpose: Purpose, indices: Sequence[int]) -> np.random.SeedSequence:
@@ -81,6 +82,17 @@ def condition_mask(seed: int, sample_indices: SampleIndices, dropout: float) -> 
     """
     draws = [_sequence(seed, Purpose.CONDITION_DROPOUT, [int(i)]).generate_state(1, np.uint64) for i in sample_indices]
     return np.array([float(draw[0]) / 2.0**64 >= dropout for draw in draws], dtype=np.bool_)
+
+
+def condition_noise_std(seed: int, sample_indices: SampleIndices, most: float) -> list[float]:
+    """Return the standard deviation of the noise on each condition in training: uniform in [0, most), by (seed, index).
+
+    Source: conditioning augmentation, Ho et al. 2022.
+    """
+    return [
+        most * np.random.default_rng(_sequence(seed, Purpose.CONDITION_NOISE, [int(i)])).random()
+        for i in sample_indices
+    ]
 
 
 def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int) -> npt.NDArray[np.int64]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius import __version__
@@ -30,7 +29,7 @@ from vesuvius.training.checkpoint.trained import (
     read_checkpoint_info,
     voxel_settings,
 )
-from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.step.feed import Conditioner, StoredCondition
 from vesuvius.training.step.self_test import check_kernels, cudnn_problem
 from vesuvius.training.step.setup import build_meta_network, is_compiled, uses_channels_last
 
@@ -135,6 +134,7 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
         "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
         **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "clip", "guidance")},
+        "condition_noise": diffusion.sampled_condition_noise or None,
         "residual_guidance": diffusion.residual_guidance if is_guided else None,
         "residual_guidance_interval": list(interval) if is_guided and interval else None,
         "guide_sha256": check_weights(request.guide, request.weights) if request.guide else None,
@@ -169,25 +169,27 @@ class Network:
         self._conditioner = Conditioner(config.data.class_values, data.intensities.conditions, self.device)
 
     def generate(
-        self, seed: int, samples: Sequence[int], stored: NDArray[Any] | None, on_step: Callable[[int, Tensor], None]
+        self, seed: int, samples: Sequence[int], stored: StoredCondition | None, on_step: Callable[[int, Tensor], None]
     ) -> tuple[Tensor, int]:
-        """Generate patches, [B, 1, Z, Y, X], from their stored conditions, [B, Z, Y, X]; also the network calls."""
-        condition = self._condition(None if stored is None else stored[:, None], len(samples))
+        """Generate patches, [B, 1, Z, Y, X], from their conditions; also the network calls."""
+        condition = self._condition(stored, len(samples))
         diffusion, shape = self.info.config.diffusion, (1, *self.info.config.data.patch_size)
         hooks: Any = {"guide": self.guide, "condition": condition, "on_step": on_step}
         return generate(self.denoiser, self.schedule, diffusion, seed, samples, shape, self.device, **hooks)
 
-    def _condition(self, stored: NDArray[Any] | None, count: int) -> Condition:
-        raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
-        return self._conditioner(raw, [self._volume] * count)
+    def _condition(self, stored: StoredCondition | None, count: int) -> Condition:
+        if stored is None:
+            return None
+        raw = torch.from_numpy(np.ascontiguousarray(stored.voxels))
+        return self._conditioner(raw, [self._volume] * count, stored.windows)
 
-    def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> NetworkEstimate:
-        """Return the estimate for a batch of tiles with stored condition voxels, [B, 1, Z, Y, X]; None = drop them."""
+    def estimate_for(self, stored: StoredCondition | None, tiles: int) -> NetworkEstimate:
+        """Return the estimate for a batch of tiles with a condition; None = it is dropped."""
         config = self.info.config
+        condition = self._condition(stored, tiles)
         if stored is None and config.has_condition:
             # As in training, a dropped condition is 0, including the presence flag.
-            stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
-        condition = self._condition(stored, tiles)
+            condition = torch.zeros(tiles, config.condition_channels, *config.data.patch_size, device=self.device)
         return NetworkEstimate(self.denoiser, config.diffusion, self.schedule, condition, self.guide)
 
 

@@ -104,7 +104,8 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.patches(numbers) if conditions else None
-            drawn, evaluations = network.generate(request.seed, numbers, stored, step_done)
+            seen = conditions.seen(numbers, config.diffusion.sampled_condition_noise) if conditions else None
+            drawn, evaluations = network.generate(request.seed, numbers, seen, step_done)
             x_0 = drawn[:, 0].cpu().numpy()
             if bad := [n for n, values in zip(numbers, x_0, strict=True) if not np.isfinite(values).all()]:
                 raise NonFiniteError(

@@ -21,7 +21,6 @@ from vesuvius.plan.plan import Sample, Visit
 from vesuvius.stream.reading.reader import ReaderJob, Region
 from vesuvius.stream.reading.reader_stats import BlockReport
 from vesuvius.threads import Pool
-from vesuvius.volumes.box import slices
 from vesuvius.volumes.errors import ClosedError, Outage
 
 BATCHES_IN_USE = 2  # by the trainer: the current batch, and the previous one until it is released
@@ -107,8 +106,7 @@ class Cutter:
                     self._take_region(slot)
                 visit, regions = self._in_flight[slot]
                 sample = plan.sample_of(visit, index)
-                crop = slices(sample.box, visit.region[0])
-                yield sample, [region[crop] for region in regions]
+                yield sample, self.job.cut(visit.volume, regions, visit.region, sample.box)
         finally:
             self._in_flight.clear()  # views into the object store, which would otherwise stay full
 

@@ -62,9 +62,10 @@ class TrainingLoop:
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.share.micro_batch)
         conditioner = Conditioner(config.data.class_values, facts.intensities.conditions, run.device)
         self.feed = DeviceFeed(run.device, options, self.job, facts.intensities.volumes)
-        self.batches = TrainingFeed(self.feed, conditioner)
+        self.batches = TrainingFeed(self.feed, conditioner, config.diffusion.condition_noise)
         fixed = checked.fixed
-        reference = None if fixed is None else ValidationPatches(fixed, facts.intensities, conditioner, run.device)
+        arguments = facts.intensities, conditioner, run.device, config.diffusion.sampled_condition_noise
+        reference = None if fixed is None else ValidationPatches(fixed, *arguments)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step

@@ -1,5 +1,6 @@
 """The network's shapes, initial weights, precision and refusals."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vesuvius.config import ModelConfig
 from vesuvius.diffusion.network import unet
 from vesuvius.diffusion.network.layers import ZeroConv3d
-from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
+from vesuvius.diffusion.network.unet import Context, Execution, UNet, build_unet
 from vesuvius.errors import ConfigError
 
 ALL_PARTS = ModelConfig(
@@ -250,3 +251,29 @@ def test_the_default_network_has_the_documented_size_and_cost() -> None:
     # exact counts of this structure, given to three digits in the documentation
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 154
     assert round(counter.get_total_flops() / 1e12, 1) == 4.7
+
+
+@CONFIGS
+@torch.no_grad()
+def test_a_window_changes_nothing_at_first_and_later_reaches_the_patch_from_its_ends(config: ModelConfig) -> None:
+    x, t = _input(channels=5)  # two of x_t, the condition, the flag and the level; one more is the window
+    wide = torch.cat([x, x[:, :1]], dim=1)
+    plain, model = _awake(config, 5), build_unet(config, 0, 6, context=Context(4, 1))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    assert torch.equal(model(wide, t), plain(x, t))
+    for out in model.context.outs:  # type: ignore[union-attr]
+        out.weight.normal_(generator=torch.Generator().manual_seed(6))
+    far = wide.clone()
+    far[:, -1, :, 0, 0] += 9
+    assert not torch.equal(model(wide, t), plain(x, t))
+    assert not torch.equal(model(far, t), model(wide, t))
+
+
+def test_the_center_of_a_window_keeps_a_ramp() -> None:
+    """A ramp in units of the patch: from -2 to 2 over the window, from -0.5 to 0.5 over the patch."""
+    window = ((torch.arange(24) + 0.5) / 24 - 0.5) * 4
+    for axis, size in itertools.product(range(3), (6, 8, 24)):
+        shape, sizes = [1] * 5, [1, 1, 1]
+        shape[2 + axis], sizes[axis] = 24, size
+        ramp = unet._center(window.view(shape), 4, sizes).flatten()
+        torch.testing.assert_close(ramp, (torch.arange(size) + 0.5) / size - 0.5, rtol=0, atol=1e-6)

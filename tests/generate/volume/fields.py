@@ -57,7 +57,11 @@ def exact_estimate(correlation: Correlation, patch_zyx: Triple) -> Estimate:
 
 def field_levels(correlation: Correlation, patch_zyx: Triple, steps: int) -> tuple[NoiseLevel, ...]:
     """Noise levels as `diffusion.noise: spectral` has them for this field."""
-    peak = float(torch.linalg.eigvalsh(covariance(correlation, patch_zyx)).max())
+    return levels_to(float(torch.linalg.eigvalsh(covariance(correlation, patch_zyx)).max()), steps)
+
+
+def levels_to(peak: float, steps: int) -> tuple[NoiseLevel, ...]:
+    """The same for the largest power of a mode."""
     spectrum = Spectrum(0.0, 1.0, np.full((1, 1, 1), peak, np.float32), 1)
     return rho_levels(Schedule.from_betas(spectral_betas(1000, 0.02, None, spectrum)), steps)
 

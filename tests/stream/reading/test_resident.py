@@ -16,7 +16,7 @@ import zarr
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
-from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, ConditionConfig, DataConfig, VolumeConfig
 from vesuvius.plan import plan
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.local import LocalRegions
@@ -73,6 +73,14 @@ def nan_and_coarse_condition(folder: Path) -> ReaderJob:
     return prepare_data(0, data).job
 
 
+def context(folder: Path) -> ReaderJob:
+    one = write_array(folder / "v.zarr", textured((96, 128, 128)))
+    coarse = write_array(folder / "c.zarr", textured((48, 64, 64), seed=1), chunk=20)
+    (coarse / "2/1/2").write_bytes(b"torn")
+    spec = VolumeConfig(path=str(one), condition=ConditionConfig(path=str(coarse), context=2))
+    return prepare_data(0, DataConfig(volumes=(spec,), **SMALL)).job
+
+
 def two_volumes(folder: Path) -> ReaderJob:
     paths = [write_array(folder / f"{n}.zarr", textured((60, 70 + 20 * n, 80), seed=n)) for n in range(2)]
     volumes = tuple(VolumeConfig(path=str(path), weight=1 + n) for n, path in enumerate(paths))
@@ -80,7 +88,7 @@ def two_volumes(folder: Path) -> ReaderJob:
     return prepare_data(0, data).job
 
 
-CASES = [plain, torn, nan_and_coarse_condition]
+CASES = [plain, torn, nan_and_coarse_condition, context]
 CASES += [pytest.param(case, marks=pytest.mark.long) for case in (foreground, two_volumes)]  # type: ignore[list-item]
 
 

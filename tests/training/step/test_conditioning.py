@@ -16,7 +16,7 @@ from vesuvius.loader.device import DeviceFeed
 from vesuvius.monitor.clock import StepClock
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.training.step.feed import Conditioner, TrainingFeed
+from vesuvius.training.step.feed import Conditioner, TrainingBatch, TrainingFeed
 
 CPU = torch.device("cpu")
 
@@ -93,3 +93,46 @@ def test_a_condition_is_augmented_with_its_patch(tmp_path: Path) -> None:
     assert batch.condition is not None
     # The condition is the negative: wherever both are, model values add up to 0.  1e-6: float32 rounding near 1.
     torch.testing.assert_close(batch.condition[:, :1], -batch.x_0, rtol=0, atol=1e-6)
+
+
+def batches_of(config: Config, count: int = 3) -> list[TrainingBatch]:
+    data = prepare_data(config.seed, config.data)
+    intensities = data.intensity_ranges(config.data)
+    conditioner = Conditioner(None, intensities.conditions, CPU)
+    device_feed = DeviceFeed(CPU, StreamOptions(8, num_workers=0), data.job, intensities.volumes)
+    feed = TrainingFeed(device_feed, conditioner, config.diffusion.condition_noise)
+    with feed.open():
+        return [feed.next(StepClock()) for _ in range(count)]
+
+
+def test_with_context_the_network_sees_the_same_condition_at_the_patch_and_the_window(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128), dtype="float32")
+    scan = write_array(tmp_path / "scan.zarr", voxels)
+    coarse = write_array(tmp_path / "coarse.zarr", textured((48, 64, 64), seed=1))
+    keys: dict[str, Any] = {"condition_normalize": {"low": 0.0, "high": 200.0}}
+    volume: dict[str, Any] = {"path": str(scan), "condition": {"path": str(coarse)}}
+    without = batches_of(make_config([volume], **keys))
+    volume["condition"]["context"] = 2
+    config = make_config([volume], **keys)
+    noisy = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"condition_noise": 0.5})})
+    assert {each.data.context for each in (config, noisy)} == {2}
+    spreads = []
+    for plain, seen, disturbed in zip(without, batches_of(config), batches_of(noisy), strict=True):
+        for batch in (seen, disturbed):
+            assert batch.condition is not None
+            assert batch.condition.shape[1] == config.condition_channels == 4
+            for name in ("x_0", "eps"):
+                assert torch.equal(getattr(batch, name), getattr(plain, name)), "order and noise are the same"
+        assert plain.condition is not None
+        assert seen.condition is not None
+        assert disturbed.condition is not None
+        assert torch.equal(seen.condition[:, :2], plain.condition)
+        assert torch.equal(seen.condition[:, 2], torch.zeros_like(seen.condition[:, 2]))
+        for clean, noise in zip(seen.condition, disturbed.condition, strict=True):
+            (std,) = noise[2].unique().tolist()
+            of_window, at_patch = (noise - clean)[3] / std, (noise - clean)[0] / std
+            assert float(of_window.std()) == pytest.approx(1, abs=0.1)
+            assert set(at_patch.unique().tolist()) <= set(of_window.unique().tolist()), "of the same voxels"
+            assert len(at_patch.unique()) <= 5 * 9 * 9, "constant in each coarse voxel"
+            spreads.append(std)
+    assert 0 < min(spreads) < 0.15 < 0.35 < max(spreads) < 0.5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Tripl
         has_attention = config.attention_heads and level == len(config.channels) - 1
         largest = max(largest, (3 if has_attention else 2) * channels * voxels)  # q, k, v; concatenated skips
     return largest
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a network sees around a patch."""
+
+    factor: int  # length of the window in patches
+    channels: int  # of the window
 
 
 @dataclass(frozen=True)
@@ -163,18 +171,71 @@ def _downsampling(channels: int, stride_zyx: Triple) -> nn.Conv3d:
     return nn.Conv3d(channels, channels, (z, y, x), stride_zyx, (z // 2, y // 2, x // 2))
 
 
+class ContextEncoder(nn.Module):
+    """The window around a patch, `factor` times as long as it -> features of the patch on the trunk's grid.
+
+    Convolutions at the resolutions of the trunk, each cut to the patch by linear interpolation; their sum adds nothing
+    at first.
+    """
+
+    def __init__(self, config: ModelConfig, in_channels: int, factor: int) -> None:
+        super().__init__()
+        c, self.factor = config.channels[0], factor
+        self.embed = nn.Conv3d(in_channels, c, config.stem_stride, config.stem_stride)
+        self.norms = nn.ModuleList(NormSiLU(c) for _ in config.channels)
+        self.convs = nn.ModuleList(nn.Conv3d(c, c, 3, padding=1) for _ in config.channels)
+        self.downsamples = nn.ModuleList(_downsampling(c, stride) for stride in config.level_strides_zyx)
+        self.outs = nn.ModuleList(ZeroConv3d(c, c, 1) for _ in config.channels)
+
+    def forward(self, window: Tensor, recompute: bool) -> Tensor:
+        """[B, in_channels, Z, Y, X] -> [B, channels[0], z, y, x] after the strides of the stem."""
+        h = self.embed(window)
+        size_zyx, total = h.shape[2:], torch.zeros((), device=h.device)
+        for level, (norm, conv, out) in enumerate(zip(self.norms, self.convs, self.outs, strict=True)):
+            if level > 0:
+                h = self.downsamples[level - 1](h)
+            h = h + norm(h, conv, recompute)
+            total = total + _center(out(h), self.factor, size_zyx)
+        return total
+
+
+def _center(h: Tensor, factor: int, size_zyx: Sequence[int]) -> Tensor:
+    """Interpolate the center of a window [B, C, ...], a `factor`th of it along each axis, to another size.
+
+    Products with constant matrices, because the backward pass of torch's `grid_sample` is not deterministic.
+    """
+    for axis, size in enumerate(size_zyx, start=2):
+        count = h.shape[axis]
+        places = ((torch.arange(size, device=h.device) + 0.5) / size - 0.5) * count / factor + (count - 1) / 2
+        weights = (1 - (places[:, None] - torch.arange(count, device=h.device)).abs()).clamp_min(0)
+        weights = weights / weights.sum(1, keepdim=True)  # beyond the last voxel
+        h = (h.movedim(axis, -1) @ weights.T.to(h.dtype)).movedim(-1, axis)
+    return h
+
+
 class UNet(nn.Module):
     """The U-Net of `config`; `build_unet` creates one with reproducible weights.
 
     A convolution of boxes of `stem_stride` voxels leads to the trunk, depth-to-space back.  With `full_res_channels`,
     the output of the first full-resolution block is added to that of the trunk: concatenating would cost too much
     memory.
-    `in_channels` is 1 for x_t, or 2 for `estimate.split_signal_noise`, plus the channels of the condition.
+    `in_channels` is 1 for x_t, or 2 for `estimate.split_signal_noise`, plus the channels of the condition.  With
+    `context`, the last channels of these are a window around the patch.
     """
 
-    def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        in_channels: int = 1,
+        execution: Execution = Execution(),
+        context: Context | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.in_channels, self.execution = config, in_channels, execution
+        # the window, and the presence flag and level of noise before it
+        self.context = ContextEncoder(config, context.channels + 2, context.factor) if context else None
+        self._window_channels = context.channels if context else 0
+        in_channels -= self._window_channels
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
         self.embed = TimestepEmbedding(4 * first)
@@ -204,12 +265,17 @@ class UNet(nn.Module):
         assert channels == self.in_channels, x.shape
         assert t.shape == (batch,), (t.shape, x.shape)
         self.check_size(batch, (z, y, x_size))
+        around = None
+        if self.context:
+            window = self._in_memory_format_of_weights(x[:, -self._window_channels - 2 :])
+            around, x = self.context(window, self.execution.recompute_norm), x[:, : -self._window_channels]
         x = self._in_memory_format_of_weights(x)
         rows = project_timestep(self._blocks, self.embed(t), as_one=self.execution.call is not call_eager)
         stride, full, run = self.config.stem_stride, self.config.full_res_channels, self.execution.run
         fine = run(0, self.full_down, rows, x, entry=self.full_in) if full else x
         boxes = fine if self.patch_embed.stride == stride else space_to_depth(fine, stride)
-        h = self.trunk(self.patch_embed(boxes), rows)
+        h = self.patch_embed(boxes)
+        h = self.trunk(h if around is None else h + around, rows)
         if full:
             h = run(0, self.full_up, rows, h, fine, entry=self.upsample, added=True)
         out = recomputed(self._head, h) if self.execution.recompute_norm else self._head(h)
@@ -247,6 +313,7 @@ def build_unet(
     in_channels: int = 1,
     device: torch.device | str = "cpu",
     execution: Execution = Execution(),
+    context: Context | None = None,
 ) -> UNet:
     """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
 
@@ -254,7 +321,7 @@ def build_unet(
     tensor follows from (seed, its name), so a new module does not change the others.
     """
     with torch.device("meta"):  # torch's default initialization would use the global generator
-        model = UNet(config, in_channels, execution)
+        model = UNet(config, in_channels, execution, context)
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
         _initialize(module, prefix, seed, math.prod(config.stem_stride))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
-from vesuvius.diffusion.randomness import Purpose
+from vesuvius.diffusion.randomness import Purpose, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.generate.sample_zarr import to_model_values
@@ -20,9 +20,11 @@ from vesuvius.predict.inputs import stored_stamp
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import DataFacts
+from vesuvius.training.step.feed import StoredCondition, Windows
 from vesuvius.volumes.affine import AffineAlignment
 from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, covered_shape, describe_geometry, fits
 from vesuvius.volumes.box import Box, box_at, format_box, intersection, is_inside, shape_of, shifted, slices, triple
+from vesuvius.volumes.context import ContextAlignment
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import Volume, open_volume
@@ -54,7 +56,7 @@ class Inputs:
         A voxel of the condition covers `condition_factors` generated voxels, and the first begins at
         `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
-        self._labels = config.class_values
+        self._labels, self._context = config.class_values, None
         self.volumes: dict[str, Volume] = {}
         with ExitStack() as opened:
             for name in ("inpaint", "mask", "condition"):
@@ -74,6 +76,9 @@ class Inputs:
             assert shape_zyx is not None
             placed = (condition_factors, condition_offsets or ZEROS) if name == "condition" else (ONES, ZEROS)
             self._alignments[name] = Alignment(shape_zyx, volume.shape_zyx, *placed)
+            if name == "condition" and config.context:
+                sizes = shape_zyx, volume.shape_zyx
+                self._context = ContextAlignment(*sizes, *placed, patch_zyx=config.patch_size)
 
     def __enter__(self) -> Self:
         return self
@@ -123,6 +128,23 @@ class Inputs:
             check_labels(voxels, self._labels, volume.name, there)
         return voxels
 
+    @property
+    def context(self) -> ContextAlignment | None:
+        """Where the windows of the condition lie; None without context."""
+        if self._context is None:
+            return None
+        offsets = zip(self._context.offsets, self._origin, strict=True)
+        return replace(self._context, offsets=triple(offset - start for offset, start in offsets))
+
+    def read_window(self, box: Box) -> NDArray[Any]:
+        """Return a box of the condition in its own voxels; it may reach outside.  Raises DataError."""
+        assert self._context is not None
+        volume = self.volumes["condition"]
+        voxels = self._context.read_array(box, volume.read)
+        if self._labels:
+            check_labels(voxels, self._labels, volume.name, box)
+        return voxels
+
     def gaps(self, box: Box) -> NDArray[np.bool_]:
         """Return which voxels are filled.  Raises DataError."""
         if "mask" in self.volumes:
@@ -169,6 +191,15 @@ class TrainingCondition(Inputs):
         """Return the conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
         boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
         return np.stack([self.read("condition", box) for box in boxes])
+
+    def seen(self, samples: Sequence[int], noise_std: float) -> StoredCondition:
+        """Return what the network sees of the conditions of these samples.  Raises DataError."""
+        if (context := self.context) is None:
+            return StoredCondition(self.patches(samples)[:, None])
+        starts = [*map(self.start_zyx, samples)]
+        voxels = np.stack([self.read_window(context.window(start)) for start in starts])[:, None]
+        noise = sample_noise(self._seed, samples, (1, *self._patch_zyx), purpose=Purpose.CONDITION_NOISE)
+        return StoredCondition(voxels, Windows([*map(context.rows, starts)], noise, [noise_std] * len(samples)))
 
 
 def _common_shape(

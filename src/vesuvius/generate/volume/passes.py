@@ -19,16 +19,17 @@ from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import Coefficients, NoiseLevel, combined, step_table
 from vesuvius.diffusion.schedule import x_0_and_eps
 from vesuvius.predict.tasks import Job
-from vesuvius.predict.tiling import Tiling
-from vesuvius.volumes.box import shape_of
+from vesuvius.predict.tiling import BlockGrid
+from vesuvius.volumes.box import Box, shape_of
+from vesuvius.volumes.context import ContextAlignment
 
 Fields = dict[str, Tensor]
 """Voxels of a block by name, each in the shape of its box."""
 Read = Callable[[str], Tensor]
 """Reads a field of the block's state, or of what the job is given."""
 
-START, STEP = 0, 1
-"""Noise streams: of the first state, and of a sampler step."""
+START, STEP, CONTEXT = 0, 1, 2
+"""Noise streams: of the first state, of a sampler step, and on the condition around the patches."""
 
 _RESPONSES = 0.4, 1.05
 """Range of the network's response to known voxels for which the rounds are tuned, see `_relaxation_factors`."""
@@ -101,11 +102,11 @@ def advance(step: Pass, x: Tensor, x_0: Tensor, x_0_before: Tensor | None, noise
     return combined(row, x, x_0, x if eps is None else eps, x_0_before, noise)
 
 
-def block_noise(seed: int, stream: int, pass_index: int, tiling: Tiling, block: int) -> Tensor:
+def block_noise(seed: int, stream: int, pass_index: int, grid: BlockGrid, block: int) -> Tensor:
     """Return standard normal noise of a block, float32 in the shape of its box."""
-    generator = torch_generator(seed, Purpose.VOLUME, stream, pass_index, *tiling.block_index(block))
-    noise = torch.empty(tiling.patch_zyx, dtype=torch.float32).normal_(generator=generator)
-    return noise[tuple(map(slice, shape_of(tiling.block_box(block))))]
+    generator = torch_generator(seed, Purpose.VOLUME, stream, pass_index, *grid.block_index(block))
+    noise = torch.empty(grid.block_zyx, dtype=torch.float32).normal_(generator=generator)
+    return noise[tuple(map(slice, shape_of(grid.block_box(block))))]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class SamplingJob(Job):
     rounds: int = 1  # passes per step, see `make_passes`
     inpaint: bool = False  # some voxels are known: standardized values in `known`, NaN in the gaps
     condition: str | None = None  # dtype
+    context: ContextAlignment | None = None  # where the windows of the condition lie, in generated voxels
+    condition_noise: float = 0.0  # standard deviation of the noise on a condition with context
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
@@ -131,7 +134,18 @@ class SamplingJob(Job):
     def given(self) -> dict[str, str]:
         """Names and dtypes of the arrays that exist in the folder from the start."""
         known = {"known": "float32"} if self.inpaint else {}
-        return known if self.condition is None else known | {"condition": self.condition}
+        return known if self.condition is None or self.context else known | {"condition": self.condition}
+
+    @cached_property
+    def context_box(self) -> Box:
+        """The condition's voxels in the windows of all tiles, which may reach outside it."""
+        assert self.context is not None
+        return self.context.cover(((0, 0, 0), self.tiling.shape_zyx))
+
+    @cached_property
+    def context_grid(self) -> BlockGrid:
+        """The blocks in which they are staged."""
+        return BlockGrid(shape_of(self.context_box), self.tiling.patch_zyx)
 
     def first(self, block: int, read: Read) -> Fields:
         """Return noise, or known voxels with the same level of noise."""

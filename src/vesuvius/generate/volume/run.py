@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.accelerator import choose_device
-from vesuvius.config import Triple
+from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.sampler import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError, storage_errors
@@ -28,7 +28,7 @@ from vesuvius.generate.common import GenerateRequest, Network, base_record, reso
 from vesuvius.generate.sample_zarr import to_intensities
 from vesuvius.generate.volume import steps
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.generate.volume.passes import SamplingJob
+from vesuvius.generate.volume.passes import CONTEXT, SamplingJob, block_noise
 from vesuvius.generate.volume.steps import SamplingRunner, TiledRun
 from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
 from vesuvius.predict.tasks import BlockArray, Blocks, RunTasks, delete_unflushed, run_locally
@@ -37,10 +37,13 @@ from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
+from vesuvius.training.step.feed import StoredCondition
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, open_partial, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
-from vesuvius.volumes.box import Box, triple
+from vesuvius.volumes.alignment import ONES
+from vesuvius.volumes.box import Box, box_at, relative, shifted, triple
+from vesuvius.volumes.context import ContextAlignment
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +120,34 @@ def forecast_volume(request: VolumeRequest) -> str:
         )
 
 
+def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest, VolumeRequest]:
+    """Return the request for the coarse volume that another checkpoint draws first, and that for the volume.
+
+    With context the coarse volume is larger, so that windows end within it.  Raises as `generate_volume`.
+    """
+    info, shape = resolve_checkpoint(request), request.shape_zyx
+    trained, patch = info.data.volumes[request.volume_index], info.config.data.patch_size
+    if not info.config.has_condition or trained.condition_factors == ONES:
+        raise ConfigError(f"--coarse has no effect: {info.checkpoint} has no coarser condition; remove it")
+    if shape is None or request.inputs != InputConfig():
+        raise ConfigError("--coarse draws the condition, so it needs --shape, and no --condition, --box or --inpaint")
+    around = float((info.config.data.context or 1) - 1)
+    margin = [
+        math.ceil(size * around / 2 / factor) for size, factor in zip(patch, trained.condition_factors, strict=True)
+    ]
+    sizes = zip(shape, margin, trained.condition_factors, strict=True)
+    coarse_shape = triple(math.ceil(size / factor) + 2 * more for size, more, factor in sizes)
+    start = triple(int(more * factor) for more, factor in zip(margin, trained.condition_factors, strict=True))
+    coarse_out = request.out.with_suffix(".coarse.zarr")
+    own = "diffusion.sampler_guidance=", "diffusion.sampler_condition_noise="  # without effect on the other network
+    overrides = tuple(each for each in request.overrides if not each.startswith(own))
+    coarse = replace(
+        request, checkpoint=checkpoint, out=coarse_out, shape_zyx=coarse_shape, overrides=overrides, guide=None
+    )
+    inputs = InputConfig(condition=ArrayConfig(path=str(coarse_out)), box=box_at(start, shape))
+    return replace(coarse, volume_index=0), replace(request, inputs=inputs)
+
+
 class _Volume:
     """A checked request with its plan, record and output."""
 
@@ -143,6 +174,8 @@ class _Volume:
             rounds=(request.rounds or _ROUNDS) if source is not None else 1,
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
+            context=inputs.context,
+            condition_noise=config.diffusion.sampled_condition_noise,
         )
         self._device = choose_device()
         batches = self.job.tiling.tiles // request.batch_size
@@ -186,6 +219,18 @@ class _Volume:
             for block in self.progress.track(f"blocks of --{option} read", used, len(used)):
                 if not field.has(block):
                     field.write(block, readers[name](tiling.block_box(block)))
+        if self.job.context is not None:
+            self._fill_context(self.job.context, folder, used)
+
+    def _fill_context(self, context: ContextAlignment, folder: Path, used: Blocks) -> None:
+        job, (voxels, noise) = self.job, steps.context_fields(self.job, folder)
+        grid, origin = job.context_grid, job.context_box[0]
+        covers = (relative(context.cover(job.tiling.block_box(block)), origin) for block in used)
+        blocks = {block for cover in covers for block in grid.blocks_over(cover)}
+        for block in self.progress.track("blocks of --condition read", sorted(blocks), len(blocks)):
+            if not noise.has(block):
+                voxels.write(block, self.inputs.read_window(shifted(grid.block_box(block), origin)))
+                noise.write(block, block_noise(job.seed, CONTEXT, 0, grid, block).numpy())
 
     def workers_on(self, folder: Path) -> AbstractContextManager[RunTasks]:
         """Return a context with a function that runs tasks: in this process for one worker, else in Ray actors."""
@@ -265,12 +310,14 @@ def state_bytes(job: SamplingJob, active: Blocks, workers: int) -> int:
     tiling, used = job.tiling, len(steps.used_blocks(job, active))
     block_voxels = math.prod(tiling.patch_zyx)
     fields = (4 if any(step.keeps_x_0 for step in job.passes) else 2) + job.inpaint
-    voxel_bytes = 4 * fields + (np.dtype(job.condition).itemsize if job.condition else 0)
+    of_condition = np.dtype(job.condition).itemsize if job.condition else 0
+    around = (of_condition + 4) * math.prod(job.context_grid.shape_zyx) if job.context else 0
+    voxel_bytes = 4 * fields + (0 if job.context else of_condition)
     # Tiles are kept for the rows along z over two groups of blocks and over the row of blocks before them.
     starts = tiling.starts[0]
     depth = tiling.patch_zyx[0] * (2 + -(-2 * steps.BLOCKS_PER_GROUP * workers // math.prod(tiling.block_grid[1:])))
     rows = min(len(starts), 2 + depth // (starts[1] - starts[0] if len(starts) > 1 else depth))
-    return block_voxels * (used * voxel_bytes + 4 * rows * math.prod(tiling.tile_grid[1:]))
+    return block_voxels * (used * voxel_bytes + 4 * rows * math.prod(tiling.tile_grid[1:])) + around
 
 
 @contextmanager
@@ -307,7 +354,7 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
 
 
 def _evaluate_by(network: Network, job: SamplingJob) -> steps.Evaluate:
-    def evaluate(step: int, x: Tensor, condition: NDArray[Any] | None) -> Tensor:
+    def evaluate(step: int, x: Tensor, condition: StoredCondition | None) -> Tensor:
         return network.estimate_for(condition, len(x))(x.to(network.device), job.passes[step].level)[0]
 
     return evaluate

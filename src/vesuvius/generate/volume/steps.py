@@ -20,14 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.config import Triple
 from vesuvius.generate.volume.passes import Fields, SamplingJob
 from vesuvius.predict.progress import ProgressReporter
 from vesuvius.predict.tasks import BlockArray, Blocks, RollingRun, RunTasks, TaskRunner, Tiles
 from vesuvius.predict.tiling import Tiling
 from vesuvius.runlog.files import flush_to_disk
-from vesuvius.volumes.box import Box, format_box
+from vesuvius.training.step.feed import StoredCondition, Windows
+from vesuvius.volumes.box import Box, format_box, relative
+from vesuvius.volumes.context import ContextAlignment
 
-Evaluate = Callable[[int, Tensor, NDArray[Any] | None], Tensor]
+Evaluate = Callable[[int, Tensor, StoredCondition | None], Tensor]
 """Maps a step, its `x` over a batch of tiles [B, 1, Z, Y, X], and the given `condition` there, to results like `x`."""
 
 BLOCKS_PER_GROUP = 16
@@ -58,6 +61,14 @@ class State:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def context_fields(job: SamplingJob, folder: Path) -> tuple[BlockArray, BlockArray]:
+    """Return the staged voxels of a condition with context, and their noise, on `job.context_grid`."""
+    assert job.condition is not None
+    return BlockArray(folder / "context", job.context_grid, job.condition), BlockArray(
+        folder / "noise", job.context_grid
+    )
+
+
 class SamplingRunner(TaskRunner):
     def __init__(self, job: SamplingJob, folder: Path, evaluate: Evaluate) -> None:
         super().__init__(job)
@@ -67,16 +78,27 @@ class SamplingRunner(TaskRunner):
     def tiles(self, step: int) -> Tiles:
         return State(self._folder, self._job.tiling, step).tiles
 
-    def read(self, step: int, tiles: Sequence[int]) -> tuple[Tensor, NDArray[Any] | None]:
+    def read(self, step: int, tiles: Sequence[int]) -> tuple[Tensor, StoredCondition | None]:
         boxes = [self._job.tiling.tile_box(tile) for tile in tiles]
 
         def read(field: BlockArray) -> NDArray[Any]:
             return np.stack([field.read(box)[None] for box in boxes])
 
-        condition = read(self._given["condition"]) if "condition" in self._given else None
+        condition = StoredCondition(read(self._given["condition"])) if "condition" in self._given else None
+        if self._sampling.context is not None:
+            condition = self._windows(self._sampling.context, [box[0] for box in boxes])
         return torch.from_numpy(read(State(self._folder, self._job.tiling, step).x)), condition
 
-    def evaluate(self, step: int, tiles: Sequence[int], inputs: tuple[Tensor, NDArray[Any] | None]) -> Tensor:
+    def _windows(self, context: ContextAlignment, starts_zyx: Sequence[Triple]) -> StoredCondition:
+        job, boxes = self._sampling, [context.window(start) for start in starts_zyx]
+        voxels, noise = (
+            np.stack([field.read(relative(box, job.context_box[0]))[None] for box in boxes])
+            for field in context_fields(job, self._folder)
+        )
+        windows = Windows([*map(context.rows, starts_zyx)], torch.from_numpy(noise), [job.condition_noise] * len(boxes))
+        return StoredCondition(voxels, windows)
+
+    def evaluate(self, step: int, tiles: Sequence[int], inputs: tuple[Tensor, StoredCondition | None]) -> Tensor:
         return self._evaluate(step, *inputs)
 
     def non_finite(self, step: int, tile: int) -> str:

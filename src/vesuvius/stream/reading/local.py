@@ -88,7 +88,8 @@ class LocalRegions(Iterator[Region]):
         for box in dict.fromkeys((missing, intersection(missing, visit.region))):
             if reader.is_damaged(visit.volume, box):
                 continue
-            voxels = [np.empty(shape_of(box), dtype) for dtype in self._job.dtypes]
+            boxes = self._job.boxes_of(visit.volume, box)
+            voxels = [np.empty(shape_of(of), dtype) for of, dtype in zip(boxes, self._job.dtypes, strict=True)]
             try:
                 reader.read(visit.volume, box, voxels)
             except OutageError:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from vesuvius.stream.reading.quarantine import DamagedBox, quarantine_record
 from vesuvius.stream.reading.reader_stats import BlockReport, ReaderTotals
 from vesuvius.stream.reading.reading_log import crashed_chunks, node_name, open_reading_log
 from vesuvius.volumes.alignment import AnyAlignment, align
-from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of
+from vesuvius.volumes.box import Box, chunk_ranges, format_box, intersects, shape_of, slices
+from vesuvius.volumes.context import ContextAlignment, with_context
 from vesuvius.volumes.errors import Outage, UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
@@ -50,6 +51,8 @@ class ReaderJob:
     # of each array: the channels of the image, then the conditions
     dtypes: tuple[np.dtype[Any], ...]
     channels: int = 1
+    # of each volume, where the windows of its condition lie; empty without context
+    contexts: tuple[ContextAlignment, ...] = ()
     # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
@@ -70,9 +73,33 @@ class ReaderJob:
     def patch_bytes(self) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.batch_layout(1))
 
+    @cached_property
+    def array_bytes_max(self) -> tuple[int, ...]:
+        """Bytes of each array of a block: of the largest region."""
+        voxels = [self.plan.region_voxels_max] * len(self.dtypes)
+        if self.contexts:
+            regions = (volume.cells.region_zyx(self.plan.patch_zyx) for volume in self.plan.volumes)
+            voxels[self.channels] = max(map(self.contexts[0].cover_voxels_max, regions))
+        return tuple(aligned(n * dtype.itemsize) for n, dtype in zip(voxels, self.dtypes, strict=True))
+
     @property
     def block_bytes(self) -> int:
-        return HEAD_BYTES + sum(aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
+        return HEAD_BYTES + sum(self.array_bytes_max)
+
+    def boxes_of(self, volume_index: int, box: Box) -> list[Box]:
+        """Return the box of each array that is read for a box of a volume: the same one, except for a context."""
+        boxes = [box] * len(self.dtypes)
+        if self.contexts:
+            boxes[self.channels] = self.contexts[volume_index].cover(box)
+        return boxes
+
+    def cut(self, volume_index: int, voxels: list[NDArray[Any]], region: Box, box: Box) -> list[NDArray[Any]]:
+        """Return views of a patch, the box, in the arrays of a region."""
+        boxes = [box] * len(voxels)
+        if self.contexts:
+            boxes[self.channels] = self.contexts[volume_index].window(box[0])
+        places = zip(voxels, boxes, self.boxes_of(volume_index, region), strict=True)
+        return [array[slices(part, whole[0])] for array, part, whole in places]
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """Yield the tasks, in reading order, for this rank's samples first <= i < stop."""
@@ -90,16 +117,16 @@ class Region:
 def region_in(block: Block, job: ReaderJob) -> Region:
     """Return the region in a block, as views of it."""
     visit, report = pickle.loads(block[:HEAD_BYTES].data)
-    return Region(visit, voxels_in(block, job, shape_of(visit.region)), report)
+    return Region(visit, voxels_in(block, job, visit.volume, visit.region), report)
 
 
-def voxels_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
+def voxels_in(block: Block, job: ReaderJob, volume_index: int, region: Box) -> list[NDArray[Any]]:
     """Return views of a block: the region (Z, Y, X) of each array."""
     views, offset = [], HEAD_BYTES
-    for dtype in job.dtypes:
-        size = math.prod(shape_zyx) * dtype.itemsize
-        views.append(block[offset : offset + size].view(dtype).reshape(shape_zyx))
-        offset += aligned(job.plan.region_voxels_max * dtype.itemsize)
+    for dtype, box, reserved in zip(job.dtypes, job.boxes_of(volume_index, region), job.array_bytes_max, strict=True):
+        size = math.prod(shape_of(box)) * dtype.itemsize
+        views.append(block[offset : offset + size].view(dtype).reshape(shape_of(box)))
+        offset += reserved
     return views
 
 
@@ -212,7 +239,7 @@ class Reader:
         try:
             if self.is_damaged(volume_index, box):
                 return False
-            self.read(volume_index, box, voxels_in(self._block, self._job, shape_of(box)))
+            self.read(volume_index, box, voxels_in(self._block, self._job, volume_index, box))
         except UnreadableChunkError as error:
             self._damaged.add((volume_index, error.box))
             self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
@@ -224,7 +251,7 @@ class Reader:
         return True
 
     def read(self, volume_index: int, box: Box, out: list[NDArray[Any]]) -> None:
-        """Read a box of each array of a volume into arrays of its shape (Z, Y, X).
+        """Read a box of each array of a volume into arrays (Z, Y, X) of the shapes of `boxes_of`.
 
         Raises UnreadableChunkError: a chunk is damaged; DataError: one is missing that must exist.
         """
@@ -295,7 +322,9 @@ def _open_aligned(volume_index: int, job: ReaderJob) -> list[tuple[Volume, AnyAl
     arrays = open_arrays(job.data.volumes[volume_index], job.data, reopened=True)
     if (foreground := job.plan.volumes[volume_index].foreground) is not None:
         arrays[0].missing.listed = foreground.map.stored(arrays[0].chunk_zyx)
-    return [(array, align(arrays[0], array, "an array")) for array in arrays]
+    placed = (align(arrays[0], array, "an array") for array in arrays)
+    patch_zyx = job.plan.patch_zyx
+    return [(array, with_context(found, array.spec, patch_zyx)) for array, found in zip(arrays, placed, strict=True)]
 
 
 def _decoded_bytes(volume: Volume, box: Box) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import math
 import mmap
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,12 @@ class Resident:
         # Ranks that read the same region do not share a pass.
         self._sharers = min(sharers, job.world_size / job.plan.reads_per_region(job.world_size)) if sharers > 1 else 1
         start = 0
-        for volume in job.plan.sources:
+        for index, volume in enumerate(job.plan.sources):
             views = []
-            for size in _layout(job, volume):
+            for size in _layout(job, index, volume):
                 views.append(memoryview(memory)[start : start + size])
                 start += aligned(size, _ALIGNED)
-            self.volumes.append(ResidentVolume(job, volume, views))
+            self.volumes.append(ResidentVolume(job, index, volume, views))
 
     @property
     def address(self) -> str:
@@ -64,7 +65,8 @@ class Resident:
 
     @staticmethod
     def size_bytes(job: ReaderJob) -> int:
-        return sum(aligned(size, _ALIGNED) for volume in job.plan.sources for size in _layout(job, volume))
+        volumes = enumerate(job.plan.sources)
+        return sum(aligned(size, _ALIGNED) for index, volume in volumes for size in _layout(job, index, volume))
 
     @property
     def first_pass_done(self) -> bool:
@@ -98,16 +100,20 @@ class ResidentVolume:
     Bricks are no larger than a patch, so that the regions of all cells together contain every brick completely.
     """
 
-    def __init__(self, job: ReaderJob, volume: PlanVolume, views: list[memoryview]) -> None:
+    def __init__(self, job: ReaderJob, volume_index: int, volume: PlanVolume, views: list[memoryview]) -> None:
         self._box, self._brick = volume.train, _brick(job.plan)
-        shape = shape_of(volume.train)
+        self._boxes_of = partial(job.boxes_of, volume_index)
         *arrays, flags = views
-        self._arrays = [np.frombuffer(a, d).reshape(shape) for a, d in zip(arrays, job.dtypes, strict=True)]
-        self._is_present = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape, self._brick))
+        self._arrays = [
+            np.frombuffer(view, dtype).reshape(shape_of(box))
+            for view, dtype, box in zip(arrays, job.dtypes, self._boxes_of(self._box), strict=True)
+        ]
+        self._is_present = np.frombuffer(flags, np.bool_).reshape(grid_shape(shape_of(self._box), self._brick))
 
     def views(self, region: Box) -> list[NDArray[Any]]:
         """Return views (Z, Y, X) of a complete region, one per array; do not keep them."""
-        return [array[slices(region, self._box[0])] for array in self._arrays]
+        boxes = zip(self._arrays, self._boxes_of(region), self._boxes_of(self._box), strict=True)
+        return [array[slices(box, whole[0])] for array, box, whole in boxes]
 
     def missing(self, region: Box) -> Box | None:
         """As in `Resident`."""
@@ -139,10 +145,10 @@ class ResidentVolume:
         )
 
 
-def _layout(job: ReaderJob, volume: PlanVolume) -> list[int]:
-    voxels = math.prod(shape_of(volume.train))
+def _layout(job: ReaderJob, volume_index: int, volume: PlanVolume) -> list[int]:
+    boxes = job.boxes_of(volume_index, volume.train)
     flags = math.prod(grid_shape(shape_of(volume.train), _brick(job.plan)))
-    return [*(voxels * dtype.itemsize for dtype in job.dtypes), flags]
+    return [*(math.prod(shape_of(box)) * dtype.itemsize for box, dtype in zip(boxes, job.dtypes, strict=True)), flags]
 
 
 def _brick(plan: Plan) -> Triple:

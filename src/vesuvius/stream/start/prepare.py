@@ -24,7 +24,8 @@ from vesuvius.stream.options import to_integer
 from vesuvius.stream.reading.reader import ReaderJob, open_arrays
 from vesuvius.stream.start.split import split_volumes
 from vesuvius.volumes.alignment import AnyAlignment, align, log_alignment
-from vesuvius.volumes.box import Box, box_along, intersection
+from vesuvius.volumes.box import Box, box_along, intersection, shape_of, slices
+from vesuvius.volumes.context import ContextAlignment, with_context
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.occupancy import class_maps, foreground_map
 from vesuvius.volumes.volume import Volume
@@ -80,11 +81,11 @@ class PreparedData:
 
     def array(self, volume_index: int, position: int) -> tuple[Volume, AnyAlignment]:
         """Return an array of a volume, and its alignment to the volume."""
-        arrays = self.arrays[volume_index]
-        return arrays[position], align(arrays[0], arrays[position], "an array")
+        volume, array = self.arrays[volume_index][0], self.arrays[volume_index][position]
+        return array, with_context(align(volume, array, "an array"), array.spec, self.plan.patch_zyx)
 
     def read_patch(self, volume_index: int, box: Box, position: int = 0) -> NDArray[Any]:
-        """Read a box of a volume, or of another of its arrays at the same position.
+        """Read a box of a volume, or of another of its arrays at the same position; with context the window of a patch.
 
         Raises the errors of `Volume.read`, and DataError for labels outside the classes.
         """
@@ -92,6 +93,8 @@ class PreparedData:
         voxels = alignment.read(box, array.read)
         if position == self.job.channels and self.job.data.class_values:
             check_labels(voxels, self.job.data.class_values, array.name, box)
+        if isinstance(alignment, ContextAlignment) and shape_of(box) == self.plan.patch_zyx:
+            return voxels[slices(alignment.window(box[0]), alignment.cover(box)[0])]
         return voxels
 
     def read_patches(
@@ -226,13 +229,15 @@ def prepare_data(
     volumes, channels = tuple(each[0] for each in arrays), len(config.volumes[0].images)
     config = _without_unequal_turns(config, volumes)
     dtypes = tuple(common_dtype(each, index >= channels) for index, each in enumerate(zip(*arrays, strict=True)))
-    within, maps, of_classes, transforms = [], [], [], []
+    within, maps, of_classes, transforms, contexts = [], [], [], [], list[ContextAlignment]()
     for spec, (volume, *others) in zip(config.volumes, arrays, strict=True):
         foreground = foreground_map(volume, spec, config)
         volume.missing.listed = foreground.stored(volume.chunk_zyx) if foreground else None
         box = (foreground and foreground.within) or ((0, 0, 0), volume.shape_zyx)
         whats = ["the channel"] * (channels - 1) + ["the condition"] * len(others)
-        placed = [log_alignment(volume, array, what) for array, what in zip(others, whats, strict=False)]
+        logged = [log_alignment(volume, array, what) for array, what in zip(others, whats, strict=False)]
+        placed = [with_context(f, a.spec, config.patch_size) for f, a in zip(logged, others, strict=True)]
+        contexts += [found for found in placed if isinstance(found, ContextAlignment)]
         for alignment in placed:
             box = intersection(box, alignment.covered)
         within.append(box)
@@ -261,7 +266,7 @@ def prepare_data(
         for warning in warnings:
             log.warning("%s", warning)
     plan = make_plan(seed, config, planned)
-    job = ReaderJob(plan, config, dtypes, channels, rank=rank, world_size=world_size)
+    job = ReaderJob(plan, config, dtypes, channels, tuple(contexts), rank=rank, world_size=world_size)
     return PreparedData(arrays, tuple(within), tuple(splits), plan, job)
 
 

@@ -29,13 +29,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from vesuvius.accelerator import choose_device, properties
-from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.config import ConditionConfig, Config, DataConfig, TrainingConfig, VolumeConfig
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
 from vesuvius.training.ranks.share import RankShare
-from vesuvius.training.step.setup import AmpMode, build_meta_network, execution, resolve_amp, uses_channels_last
+from vesuvius.training.step.setup import (
+    AmpMode,
+    build_meta_network,
+    context_of,
+    execution,
+    resolve_amp,
+    uses_channels_last,
+)
 from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -174,7 +181,9 @@ def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
         recompute_norm=execution(training).recompute_norm,
         **{key: getattr(training, key) for key in _STEP_KEYS},
     )
-    volume = VolumeConfig(path="any", condition=ArrayConfig(path="any") if config.has_condition else None)
+    volume = VolumeConfig(
+        path="any", condition=ConditionConfig(path="any", context=data.context) if config.has_condition else None
+    )
     data = DataConfig(volumes=(volume,), **{key: getattr(data, key) for key in _DATA_KEYS})
     return TracedStep(Config(name="any", data=data, training=training, diffusion=config.diffusion, model=config.model))
 
@@ -246,7 +255,7 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step after the first update: with moments, without gradients.  Call it under FakeTensorMode."""
-    network = _FakeUNet(config.model, config.input_channels, execution(config.training))
+    network = _FakeUNet(config.model, config.input_channels, execution(config.training), context_of(config))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:

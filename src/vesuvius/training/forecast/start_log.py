@@ -118,6 +118,9 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
             f"  split    training {format_box(split.train)}; validation {held_out}",
             f"  regions  {region}, read amplification {plan.read_amplification(index, world):.2f}",
         ]
+    if config.data.context:
+        window = f"windows of {format_sizes(plan.patch_zyx)} condition voxels, {config.data.context} patches long"
+        lines.append(f"context    {window}; noise up to {config.diffusion.condition_noise:g}")
     memory = format_size(plan.regions_in_flight * data.job.block_bytes)
     table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
     sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])

@@ -12,7 +12,7 @@ from torch import nn
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.regions import CompiledRegions
-from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
+from vesuvius.diffusion.network.unet import Context, Execution, UNet, build_unet
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
@@ -41,7 +41,7 @@ def build_network(config: Config, device: torch.device) -> UNet:
     computed = execution(config.training)
     if is_compiled(config.training, device):
         computed = replace(computed, call=CompiledRegions())
-    network = build_unet(config.model, config.seed, config.input_channels, device, computed)
+    network = build_unet(config.model, config.seed, config.input_channels, device, computed, context_of(config))
     if uses_channels_last(config.training, device):
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
     return network
@@ -50,7 +50,13 @@ def build_network(config: Config, device: torch.device) -> UNet:
 def build_meta_network(config: Config) -> UNet:
     """The network without memory for its weights (on the meta device)."""
     with torch.device("meta"):
-        return UNet(config.model, config.input_channels, execution(config.training))
+        return UNet(config.model, config.input_channels, execution(config.training), context_of(config))
+
+
+def context_of(config: Config) -> Context | None:
+    """What the network sees around a patch."""
+    factor = config.data.context
+    return Context(factor, len(config.data.class_values or (0,))) if factor else None
 
 
 def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.device) -> AmpMode:

@@ -38,13 +38,16 @@ class FixedPatches:
     patches: NDArray[Any]  # [N, Z, Y, X] in the stored dtype, not augmented
     conditions: NDArray[Any] | None  # [N, Z, Y, X] in the stored dtype, at the same positions; None without conditions
     first: int = 0  # index of the first
+    # of each, its place in the window of its condition, as `ContextAlignment.rows`; empty without context
+    windows: tuple[list[NDArray[np.int64]], ...] = ()
 
     def rows(self, first: int, end: int) -> FixedPatches:
         """Return patches first ... end - 1."""
         rows = slice(first, end)
         conditions = None if self.conditions is None else self.conditions[rows]
         return FixedPatches(
-            self.held_out, self.volumes[rows], self.starts_zyx[rows], self.patches[rows], conditions, first
+            *(self.held_out, self.volumes[rows], self.starts_zyx[rows], self.patches[rows], conditions, first),
+            self.windows[rows],
         )
 
 
@@ -78,12 +81,15 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
             (voxels,) = data.read_patches("reading a replacement for a damaged patch", [box], 1, positions)
         for array, each in zip(arrays, voxels, strict=True):
             array[index] = each
+    volumes, starts_zyx = tuple(indices[each.volume] for each in samples), tuple(each.start_zyx for each in samples)
+    contexts = data.job.contexts and [data.job.contexts[volume] for volume in volumes]
     return FixedPatches(
         held_out=held_out,
-        volumes=tuple(indices[sample.volume] for sample in samples),
-        starts_zyx=tuple(sample.start_zyx for sample in samples),
+        volumes=volumes,
+        starts_zyx=starts_zyx,
         patches=arrays[0],
         conditions=arrays[1] if data.conditions else None,
+        windows=tuple(context.rows(start) for context, start in zip(contexts, starts_zyx, strict=False)),
     )
 
 

@@ -31,7 +31,7 @@ from vesuvius.loader.intensity import intensity_scales, normalized, to_device
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.stream.start.prepare import IntensityRanges, PreparedData
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.step.feed import Conditioner
+from vesuvius.training.step.feed import Conditioner, Windows
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_training_patches
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,12 @@ class ValidationPatches:
     """
 
     def __init__(
-        self, fixed: FixedPatches, intensities: IntensityRanges, conditioner: Conditioner, device: torch.device
+        self,
+        fixed: FixedPatches,
+        intensities: IntensityRanges,
+        conditioner: Conditioner,
+        device: torch.device,
+        condition_noise: float = 0.0,  # standard deviation of the noise on conditions with context
     ) -> None:
         self.held_out = fixed.held_out
         self._fixed = fixed
@@ -63,7 +68,7 @@ class ValidationPatches:
         # of all volumes, or None if they differ
         self.intensity = intensities.volumes[0] if len(set(intensities.volumes)) == 1 else None
         self._conditioner = conditioner
-        self._device = device
+        self._device, self._condition_noise = device, condition_noise
 
     def __len__(self) -> int:
         return len(self._fixed.patches)
@@ -76,14 +81,22 @@ class ValidationPatches:
     def condition(self, rows: Sequence[int]) -> Condition:
         stored = self._fixed.conditions
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
-        return self._conditioner(raw, self._volumes(rows))
+        windows = None
+        if self._fixed.windows:
+            shape, places = (
+                (1, *self._fixed.patches.shape[1:]),
+                [self._fixed.windows[n - self._fixed.first] for n in rows],
+            )
+            noise = sample_noise(_SEED, rows, shape, self._device, purpose=Purpose.CONDITION_NOISE)
+            windows = Windows(places, noise, [self._condition_noise] * len(rows))
+        return self._conditioner(raw, self._volumes(rows), windows)
 
     def condition_intensities(self, row: int) -> NDArray[np.float32] | None:
         """A condition as a picture, [Z, Y, X] from -1 to 1: its intensities, or its labels; None without one."""
         channels = self.condition([row])
         if channels is None:
             return None
-        shown = channels[0, :-1]  # the last says that it is there
+        shown = channels[0, : self._conditioner.channels]
         intensities = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
         return intensities.float().cpu().numpy()
 
