@@ -108,7 +108,9 @@ class RunMovedError(StorageError, OSError):
     """The run directory was moved, deleted or replaced while the run was using it."""
 
 
-_TRAIN = "boto3 botocore grpc jinja2 matplotlib PIL prometheus_client pyarrow pynvml ray rich safetensors tensorboard"
+_TRAIN = (
+    "boto3 botocore grpc jinja2 matplotlib PIL prometheus_client pyarrow pynvml ray rich safetensors scipy tensorboard"
+)
 _IMPORT = "h5py imagecodecs nibabel pydicom tensorstore tifffile"
 _EXTRAS = {"train": _TRAIN.split(), "import": _IMPORT.split()}  # of the distribution: modules that they bring
 

@@ -98,7 +98,7 @@ def copy_box(
                 cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached), nan="keep")
             _fill(target, volume, stats, on_progress, started)
-            target.publish(_multiscale_of(volume, plan, box, request.out))
+            target.publish(multiscale_of(volume, plan, box, request.out))
     finally:
         volume.close()
     return stats
@@ -195,7 +195,7 @@ def _cache_bytes(volume: Volume, box: Box) -> int:
     return 2**22 + min(depth, 3) * math.prod(rows) * chunk_bytes * 5 // 4
 
 
-def _multiscale_of(volume: Volume, plan: Pyramid, box: Box, out: Path) -> dict[str, Any]:
+def multiscale_of(volume: Volume, plan: Pyramid, box: Box, out: Path) -> dict[str, Any]:
     """Metadata of the copy.
 
     The box's offset becomes a translation, in the source's units, or in voxels if the source has no scale.  As in the

@@ -189,19 +189,27 @@ class Phantom:
             intensity: uint8 (z, y, x); 0 = masked air, 1..255 elsewhere.
             label: uint8 (z, y, x); 1 = papyrus sheet, 0 = gap or air.
         """
+        intensity, instance = self.instances(start_zyx, stop_zyx)
+        return intensity, (instance > 0).astype(np.uint8)
+
+    def instances(self, start_zyx: Triple, stop_zyx: Triple) -> tuple[UInt8, NDArray[np.uint16]]:
+        """Intensities as of `box`, and the winding of each voxel of papyrus: uint16, 1 = the innermost, 0 = gap or air.
+
+        Sheets that touch have different numbers.  They change where the angle does, from the umbilicus towards -x.
+        """
         zs, ys, xs = (np.arange(lo - 1, hi + 1) for lo, hi in zip(start_zyx, stop_zyx, strict=True))
         sharp = np.empty((len(zs), len(ys) - 2, len(xs) - 2), np.float32)
-        kind = np.empty(sharp.shape, np.uint8)
+        kind = np.empty(sharp.shape, np.uint16)
         for z in range(0, len(zs), SLAB):
             sharp[z : z + SLAB], kind[z : z + SLAB] = self._slab(zs[z : z + SLAB], ys, xs)
         kind = kind[1:-1]
         intensity = _blur(sharp, 0)
         np.clip(intensity, 1, 255, out=intensity)
         intensity += np.float32(0.5)
-        return intensity.astype(np.uint8) * (kind > 0), (kind == 2).astype(np.uint8)
+        return intensity.astype(np.uint8) * (kind > 0), np.maximum(kind, 1) - np.uint16(1)
 
-    def _slab(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, UInt8]:
-        """Intensities blurred along y and x but not z, and kinds: 0 masked air, 1 gap, 2 papyrus.
+    def _slab(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, NDArray[np.uint16]]:
+        """Intensities blurred along y and x but not z, and kinds: 0 masked air, 1 gap, 1 + winding for papyrus.
 
         The coordinates have a halo of 1 at each end; the result has none in y and x.
         """
@@ -217,7 +225,8 @@ class Phantom:
         intensity *= solid
         intensity += np.float32(GAP_INTENSITY)
         intensity += _white((self._seed, CT_NOISE), zs, ys, xs) * np.float32(NOISE_INTENSITY)
-        kind = inside.astype(np.uint8) + (inside & (solid >= 0.5))
+        kind = inside.astype(np.uint16)
+        kind += np.where(inside & (solid >= 0.5), np.floor(u), 0).astype(np.uint16)
         return _blur(_blur(intensity, 1), 2), kind[:, 1:-1, 1:-1]
 
     def _winding(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, Float32]:

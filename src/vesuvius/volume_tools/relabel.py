@@ -1,0 +1,375 @@
+"""Changed copies of labels: deformed, thickened, torn, brought into contact, with instances kept exact.  Pure.
+
+Voxels are moved, never mixed: each has the class and the instance of one voxel of the input, except where an instance
+grows into class 0 or leaves class 0 behind.  No id is invented.  Needs scipy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from vesuvius.errors import ConfigError
+from vesuvius.volume_tools.topology import (
+    Faces,
+    Labels,
+    Mask,
+    Topology,
+    approaches,
+    boundaries,
+    distance,
+    facing,
+    nearest,
+    topologies,
+    topology,
+)
+
+Displacement = NDArray[np.float32]
+
+_LEAST_STRETCH = 0.1  # of the Jacobian determinant of a map; at 0 it folds
+_SLAB = 16  # z planes moved at once
+_ROUNDS = 8  # of counts and moves for contacts
+_SPECK = 0.02  # largest share of an instance in a part that rounding cut off, which is given away
+_LEAST_RADIUS = 24.0  # voxels of the bump that a sheet is moved by
+_TRIES = 20  # places tried for each tear
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of labels, done in this order; lengths in voxels."""
+
+    deform: float = 0.0  # root mean square displacement of a smooth random map of the box onto itself
+    deform_length: float = 32.0  # correlation length of the map
+    bend: float = 0.0  # root mean square displacement of another one, as long as half the box
+    thicken: float = 0.0  # instances grow by it into class 0; negative: they shrink
+    tear: int = 0  # strips cut out across instances
+    tear_width: float = 4.0
+    contact: float = 0.0  # at least this share of pairs of neighbors comes within `within` voxels
+    within: float = 6.0
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Changed labels in the dtypes of the input, and counts of before and after as plain JSON."""
+
+    classes: Labels | None
+    instances: Labels | None
+    report: dict[str, Any]
+
+
+def change_labels(classes: Labels | None, instances: Labels | None, changes: Changes, seed: int) -> Changed:
+    """Change integer labels (Z, Y, X); the result depends only on the arguments.
+
+    Thickening, moves and tears that would change the topology of an instance otherwise than asked are not done.
+
+    Args:
+        classes: 0 where there is nothing; None = there are only instances.
+        instances: an id per body or sheet, 0 where there is none; None = unknown, which `deform` and `bend` allow.
+
+    Raises ConfigError: the map would fold, there are no instances to change, ids are negative, or an instance has
+    voxels of class 0.
+    """
+    given = instances if classes is None else classes
+    assert given is not None
+    if needing := [name for name in ("thicken", "tear", "contact") if instances is None and getattr(changes, name)]:
+        raise ConfigError(f"--{needing[0]} changes instances, but there are only classes; add --instances VOLUME")
+    if classes is not None and instances is not None and (bad := np.count_nonzero((instances != 0) & (classes == 0))):
+        raise ConfigError(f"{bad} voxels of class 0 have an instance; give them a class, or take their instance away")
+    rng = [np.random.default_rng((seed, purpose)) for purpose in range(4)]
+    by = displacement(given.shape, changes.deform, [changes.deform_length] * 3, rng[0])
+    by += displacement(given.shape, changes.bend, [size / 2 for size in given.shape], rng[1])
+    _check_folds(by, changes)
+    report: dict[str, Any] = {}
+    new_classes, new_instances = None if classes is None else moved(classes, by), None
+    if instances is not None:
+        ids, numbers = _numbered(instances)
+        before, near = topologies(numbers), facing(numbers)
+        numbers = moved(numbers, by)
+        del by
+        work = _Work(new_classes if new_classes is not None else (numbers != 0).view(np.uint8), numbers, dict(before))
+        work.drop_specks()
+        work.known = topologies(work.instances)
+        if changes.thicken:
+            work.thicken(changes.thicken)
+        for _ in range(changes.tear):
+            work.tear(changes.tear_width, rng[2])
+        if changes.contact:
+            work.bring_together(changes.contact, changes.within, rng[3])
+        new_instances = ids[numbers]
+        report = work.report(ids, before, (near, facing(numbers)), changes.within)
+    if classes is not None and new_classes is not None:
+        report["classes"] = _class_rows("before", classes) + _class_rows("after", new_classes)
+    return Changed(new_classes, new_instances, report)
+
+
+# ---- maps of the box onto itself
+
+
+def displacement(
+    shape_zyx: Sequence[int], rms: float, lengths: Sequence[float], rng: np.random.Generator
+) -> Displacement:
+    """Random smooth displacement (3, Z, Y, X) in voxels with a Gaussian correlation; voxel x has the label of x + it.
+
+    A sum of cosines, and of sines along the axis of the component, so that no voxel crosses a face of the box.
+    """
+    by = np.zeros((3, *shape_zyx), np.float32)
+    for axis in range(3) if rms else ():
+        terms = np.ones((1, 1, 1))
+        waves = []
+        for other, (size, length) in enumerate(zip(shape_zyx, lengths, strict=True)):
+            first = int(other == axis)
+            modes = np.arange(first, max(first, math.ceil(1.43 * size / length)) + 1)  # beyond, below 1 %
+            phases = np.pi / size * np.outer(modes, np.arange(size) + 0.5)
+            power = np.where(modes, 2, 1) * np.exp(-np.square(np.pi * length / size * modes) / 2)
+            waves.append((np.sin if first else np.cos)(phases).astype(np.float32))
+            terms = terms * np.sqrt(power).reshape(-1, *[1] * (2 - other))
+        part = (rng.standard_normal(terms.shape) * terms).astype(np.float32)
+        for wave in waves:  # einsum alone: a BLAS rounds differently with another number of threads
+            part = np.einsum("abc,ax->bcx", part, wave)
+        by[axis] = part
+    return by * np.float32(rms / math.sqrt(3 * np.mean(np.square(by), dtype=np.float64))) if rms else by
+
+
+def moved(labels: Labels, by: Displacement) -> Labels:
+    """Labels (Z, Y, X) after a displacement: each voxel has the label of the one nearest to its source."""
+    out, last = np.empty_like(labels), np.reshape(labels.shape, (3, 1, 1, 1)) - 1
+    for z in range(0, len(labels), _SLAB):
+        part = by[:, z : z + _SLAB]
+        source = np.rint(
+            part + np.indices(part.shape[1:], np.float32) + np.array([z, 0, 0], np.float32).reshape(3, 1, 1, 1)
+        )
+        out[z : z + _SLAB] = labels[tuple(np.clip(source, 0, last).astype(np.intp))]
+    return out
+
+
+def _check_folds(by: Displacement, changes: Changes) -> None:
+    """Raise ConfigError if the map x + by(x) folds, or nearly."""
+    for z in range(0, by.shape[1] - 1, _SLAB):
+        part = by[:, z : z + _SLAB + 1]
+        cells = (slice(None), *(slice(size - 1) for size in part.shape[1:]))
+        edges = zip(np.eye(3, dtype=np.float32), (1, 2, 3), strict=True)
+        a, b, c = (np.diff(part, axis=axis)[cells] + unit.reshape(3, 1, 1, 1) for unit, axis in edges)
+        if (a * np.cross(b, c, axis=0)).sum(0).min(initial=1) < _LEAST_STRETCH:
+            raise ConfigError(
+                f"--deform {changes.deform:g} and --bend {changes.bend:g} voxels would fold the labels; lower them, or "
+                f"raise --deform-length {changes.deform_length:g}"
+            )
+
+
+# ---- changes of instances
+
+
+@dataclass
+class _Work:
+    """Labels while they are changed in place; instances are numbered from 1, 0 = none."""
+
+    classes: Labels
+    instances: NDArray[np.int32]
+    known: dict[int, Topology]  # of each instance, as it is or should be
+    torn: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)  # not thickened
+    moves: int = 0
+    dropped_moves: int = 0
+    speck_voxels: int = 0
+
+    def clear(self, where: Mask) -> None:
+        self.instances[where] = 0
+        self.classes[where] = 0
+
+    def drop_specks(self) -> None:
+        """Give small parts that an instance did not have before to what is around them."""
+        specks = np.zeros(self.instances.shape, np.bool_)
+        for number, box in enumerate(ndimage.find_objects(self.instances), start=1):
+            if box is not None:
+                parts, _ = ndimage.label(self.instances[box] == number, np.ones((3, 3, 3)))
+                sizes = np.bincount(parts.ravel())[1:]
+                extra = np.argsort(-sizes, kind="stable")[self.known[number].components :]
+                specks[box] |= np.isin(parts, 1 + extra[sizes[extra] <= _SPECK * sizes.sum()])
+        if specks.any():
+            source = tuple(index[specks] for index in nearest(~specks))
+            self.instances[specks], self.classes[specks] = self.instances[source], self.classes[source]
+            self.speck_voxels += int(np.count_nonzero(specks))
+
+    def thicken(self, voxels: float) -> None:
+        """Grow into free voxels nearest to an instance, or shrink; except for an instance that this would break."""
+        if not self.instances.any():
+            return
+        instances, classes = self.instances.copy(), self.classes.copy()
+        if voxels > 0:
+            to = nearest(instances != 0)
+            where = (distance(to) <= voxels) & (classes == 0)
+            source = tuple(index[where] for index in to)
+            self.instances[where], self.classes[where] = instances[source], classes[source]
+        else:
+            edge = boundaries(instances).astype(np.bool_) & (instances != 0)
+            core = (instances != 0) & (distance(nearest(edge)) > -voxels - 1)
+            to = nearest(core)
+            thin = (instances != 0) & ((distance(to) > 0.8 - voxels) | (instances[tuple(to)] != instances))
+            self.clear(~core & (distance(nearest(thin)) > 2 - voxels))
+        self.drop_specks()
+        after = topologies(self.instances)
+        self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
+        self.known |= {number: after[number] for number in self.known.keys() - self.kept}
+        if self.kept:
+            numbers = sorted(self.kept)
+            self.clear(np.isin(self.instances, numbers))
+            where = np.isin(instances, numbers)
+            self.instances[where], self.classes[where] = instances[where], classes[where]
+
+    def tear(self, width: float, rng: np.random.Generator) -> None:
+        """Cut a wavy strip across an instance, in a random direction along its surface at a random voxel."""
+        voxels = np.flatnonzero(self.instances)
+        for start in rng.choice(voxels, _TRIES) if len(voxels) else ():
+            at = np.unravel_index(start, self.instances.shape)
+            number, (turn, phase) = int(self.instances[at]), rng.uniform(0, 2 * np.pi, 2)
+            around = np.argwhere(self.instances[_box(at, 8, self.instances.shape)] == number)
+            if len(around) < 2:
+                continue
+            normal, *along = np.linalg.eigh(np.cov(around.T))[1].T
+            across = np.cos(turn) * along[0] + np.sin(turn) * along[1]
+            box = ndimage.find_objects(self.instances, number)[number - 1]
+            mask = self.instances[box] == number
+            wave = np.sin(_along(np.cross(normal, across), box, at) * (np.pi / 4 / width) + phase)
+            strip = mask & (abs(_along(across, box, at) + width * wave) <= width / 2)
+            parts, _ = ndimage.label(strip, np.ones((3, 3, 3)))
+            inside = parts[tuple(i - part.start for i, part in zip(at, box, strict=True))]
+            strip = parts == inside
+            left = topology(mask & ~strip)
+            if inside and left.components > self.known[number].components:
+                self.instances[box][strip] = self.classes[box][strip] = 0
+                self.known[number] = left
+                self.torn.add(number)
+                return
+
+    def bring_together(self, share: float, within: float, rng: np.random.Generator) -> None:
+        """Bend one instance of random pairs of neighbors towards the other, until enough pairs are near."""
+        failed = set[tuple[int, int]]()
+        for _ in range(_ROUNDS):
+            found, used = approaches(facing(self.instances)), set[int]()
+            far = [pair for pair, each in found.items() if each.gap > within and pair not in failed]
+            needed = math.ceil(share * len(found) - 1e-9) - sum(each.gap <= within for each in found.values())
+            near = {number for pair, each in found.items() if each.gap <= within for number in pair}
+            for n in rng.permutation(len(far)):
+                if needed <= 0 or not far:
+                    break
+                if used.intersection(pair := far[n]):
+                    continue  # its nearest approach has moved
+                used.update(pair)
+                _, *ends = found[pair]
+                if (pair[0] in near, rng.random()) > (pair[1] in near, 0.5):  # a sheet with a contact stays
+                    pair, ends = pair[::-1], ends[::-1]
+                if self._bend(
+                    pair[0], ends[0], ends[1], found[far[n]].gap - rng.uniform(0, max(0.0, within - 0.5)), rng
+                ):
+                    needed, self.moves = needed - 1, self.moves + 1
+                else:
+                    failed.add(far[n])
+                    self.dropped_moves += 1
+            if not used:
+                break
+
+    def _bend(
+        self, number: int, start: tuple[int, ...], towards: tuple[int, ...], by: float, rng: np.random.Generator
+    ) -> bool:
+        """Move an instance by a smooth bump into free voxels; returns False, and moves nothing, if that breaks it."""
+        direction = np.subtract(towards, start) / np.linalg.norm(np.subtract(towards, start))
+        radius = max(4 * by, _LEAST_RADIUS) * rng.uniform(1, 2)  # above 1.54 `by`, so that the map does not fold
+        center = start + by * direction
+        box = _box(np.rint(center), math.ceil(radius), self.instances.shape)
+        grid = np.ogrid[box]
+        bump = by * np.square(
+            np.maximum(0, 1 - sum(np.square(g - c) for g, c in zip(grid, center, strict=True)) / radius**2)
+        )
+        source = tuple(
+            np.clip(np.rint(g - d * bump), 0, size - 1).astype(np.intp)
+            for g, d, size in zip(grid, direction, self.instances.shape, strict=True)
+        )
+        here, classes = self.instances[box].copy(), self.classes[box].copy()
+        to = self.instances[source] == number
+        new = to & ((here == number) | ((here == 0) & (classes == 0)))
+        gone = (here == number) & ~to
+        new_classes = self.classes[source][new]
+        self.instances[box][gone] = self.classes[box][gone] = 0
+        self.instances[box][new], self.classes[box][new] = number, new_classes
+        whole = ndimage.find_objects(self.instances, number)[number - 1]
+        found = topology(self.instances[whole] == number) if whole else None
+        if found and not _is_broken(self.known[number], found):
+            self.known[number] = found
+            return True
+        self.instances[box], self.classes[box] = here, classes
+        return False
+
+    def report(
+        self, ids: Labels, before: dict[int, Topology], faces: tuple[Faces, Faces], within: float
+    ) -> dict[str, Any]:
+        """Counts of before and after; instances by id."""
+
+        def named(numbers: Iterable[int]) -> list[int]:
+            return [int(ids[number]) for number in sorted(numbers)]
+
+        changed = {number for number, found in self.known.items() if found.components != before[number].components}
+        rows = zip(("before", "after"), (before, self.known), faces, strict=True)
+        return {
+            "instances": [_instance_row(when, known, one, within) for when, known, one in rows],
+            "lost": named(before.keys() - self.known.keys()),
+            "torn": named(self.torn),
+            "other_parts": named(changed - self.torn),
+            "not_thickened": named(self.kept),
+            "speck_voxels": self.speck_voxels,
+            "moves": self.moves,
+            "moves_dropped": self.dropped_moves,
+        }
+
+
+def _instance_row(when: str, known: dict[int, Topology], faces: Faces, within: float) -> dict[str, Any]:
+    total = Topology(*(sum(counts) for counts in zip(*known.values(), strict=True))) if known else Topology(0, 0, 0)
+    gaps, near = np.array([each.gap for each in approaches(faces).values()]), faces.gaps <= within
+    return {
+        "instances": when,
+        "count": len(known),
+        **total._asdict(),
+        "pairs": len(gaps),
+        f"within_{within:g}": int((gaps <= within).sum()),
+        "touching": int((gaps < 1).sum()),
+        "facing_within": float(near.mean()) if len(near) else 0.0,
+    }
+
+
+def _box(center: Sequence[int], radius: int, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The voxels around a center along each axis, clipped."""
+    return tuple(
+        slice(max(0, int(c) - radius), min(size, int(c) + radius + 1)) for c, size in zip(center, shape, strict=True)
+    )
+
+
+def _is_broken(before: Topology, after: Topology | None) -> bool:
+    """Whether an instance is in more parts than before, or gone."""
+    return after is None or after.components > before.components
+
+
+def _along(direction: NDArray[np.float64], box: tuple[slice, ...], origin: Sequence[int]) -> NDArray[np.float64]:
+    """Coordinate of the voxels of a box along a direction."""
+    total: NDArray[np.float64] = sum(d * (g - o) for d, g, o in zip(direction, np.ogrid[box], origin, strict=True))
+    return total
+
+
+def _numbered(instances: Labels) -> tuple[Labels, NDArray[np.int32]]:
+    """The ids by number, 0 first, and the number of each voxel's id."""
+    ids, numbers = np.unique(instances, return_inverse=True)
+    if ids[0] < 0:
+        raise ConfigError(f"The instance {ids[0]} is negative; number instances from 1, 0 = none")
+    missing = int(ids[0] != 0)
+    return np.insert(ids, 0, 0) if missing else ids, (numbers.reshape(instances.shape) + missing).astype(np.int32)
+
+
+def _class_rows(when: str, classes: Labels) -> list[dict[str, Any]]:
+    """Voxels and topology of each class but 0."""
+    masks = ((label, classes == label) for label in np.unique(classes[classes != 0]).tolist())
+    rows = ({"class": label, "voxels": int(mask.sum()), **topology(mask)._asdict()} for label, mask in masks)
+    return [{"classes": when, **row} for row in rows]

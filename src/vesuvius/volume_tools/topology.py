@@ -1,0 +1,127 @@
+"""Measures of label volumes in memory: topology, boundaries, and gaps between neighboring instances.  Pure.
+
+Labels are integers (Z, Y, X); in instances, 0 is the space between them.  Needs scipy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+Labels = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+
+class Topology(NamedTuple):
+    """Betti numbers of the union of closed voxels: components share a corner, cavities are closed by faces."""
+
+    components: int
+    tunnels: int
+    cavities: int
+
+
+class Approach(NamedTuple):
+    """Nearest approach of two instances: the gap in voxels between them (0 = touching), and a voxel of each."""
+
+    gap: float
+    voxel_a: tuple[int, ...]
+    voxel_b: tuple[int, ...]
+
+
+def topology(mask: Mask) -> Topology:
+    """Components, tunnels and cavities of a bool mask; what continues beyond its border is not known, so it is open."""
+    if not mask.any():
+        return Topology(0, 0, 0)
+    padded = np.pad(mask, 1)
+    components = int(ndimage.label(padded, np.ones((3, 3, 3)))[1])
+    cavities = int(ndimage.label(~padded)[1]) - 1
+    return Topology(components, components + cavities - _euler(padded), cavities)
+
+
+def _euler(mask: Mask, axis: int = 0) -> int:
+    """Vertices - edges + faces - cubes of the union of closed voxels; the mask has an empty margin."""
+    if axis == 3:
+        return int(np.count_nonzero(mask))
+    low, high = pair_slices(axis)
+    return _euler(mask[low] | mask[high], axis + 1) - _euler(mask, axis + 1)
+
+
+def topologies(instances: Labels) -> dict[int, Topology]:
+    """Topology of each instance; ids are small, from 1."""
+    found = enumerate(ndimage.find_objects(instances), start=1)
+    return {number: topology(instances[box] == number) for number, box in found if box is not None}
+
+
+def boundaries(instances: Labels) -> NDArray[np.uint8]:
+    """Return 1 at voxels without an instance, or with a neighbor along an axis in another one; 0 elsewhere."""
+    found: Mask = instances == 0
+    for axis in range(3):
+        low, high = pair_slices(axis)
+        differ = instances[low] != instances[high]
+        found[low] |= differ
+        found[high] |= differ
+    return found.view(np.uint8)
+
+
+def pair_slices(axis: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Indices of the first and the second of all pairs of neighbors along an axis."""
+    ends = slice(None, -1), slice(1, None)
+    before, after = (tuple(end if each == axis else slice(None) for each in range(3)) for end in ends)
+    return before, after
+
+
+def nearest(mask: Mask) -> NDArray[np.int32]:
+    """Index (3, Z, Y, X) of the voxel in the mask that is nearest to each voxel; arbitrary for an empty mask."""
+    found: NDArray[np.int32] = ndimage.distance_transform_edt(~mask, return_distances=False, return_indices=True)
+    return found
+
+
+def distance(to: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Distance in voxels (Z, Y, X) to the indices that `nearest` found."""
+    squares = np.zeros(to.shape[1:], np.float32)
+    for axis, index in enumerate(np.ogrid[tuple(map(slice, to.shape[1:]))]):
+        squares += np.square(to[axis] - index)
+    return np.sqrt(squares, out=squares)
+
+
+class Faces(NamedTuple):
+    """Pairs of adjacent voxels to which different instances are nearest: the surface halfway between instances."""
+
+    ids: NDArray[np.int32]  # (2, n): the two instances, the smaller number first
+    gaps: NDArray[np.float64]  # (n,): voxels between the two nearest voxels of these instances; 0 = touching
+    ends: NDArray[np.int32]  # (2, 3, n): the two voxels
+
+
+def facing(instances: Labels) -> Faces:
+    """Where instances (Z, Y, X) face each other."""
+    to, ids, ends = nearest(instances != 0), [], []
+    owner = instances[tuple(to)]
+    for axis in range(3):
+        low, high = pair_slices(axis)
+        at: tuple[Any, ...] = np.nonzero(owner[low] != owner[high])
+        ids.append(np.stack([owner[low][at], owner[high][at]]))
+        ends.append(np.stack([to[(slice(None), *part)][(slice(None), *at)] for part in (low, high)]))
+    id_pairs, end_pairs = np.concatenate(ids, axis=-1), np.concatenate(ends, axis=-1)
+    swap = id_pairs[0] > id_pairs[1]
+    id_pairs[:, swap], end_pairs[:, :, swap] = id_pairs[::-1, swap], end_pairs[::-1, :, swap]
+    return Faces(id_pairs, np.sqrt(np.square(end_pairs[0] - end_pairs[1]).sum(0)) - 1, end_pairs)
+
+
+def approaches(faces: Faces) -> dict[tuple[int, int], Approach]:
+    """Nearest approach of each pair of neighbors (a < b)."""
+    order = np.lexsort((faces.gaps, faces.ids[1], faces.ids[0]))
+    first = order[np.flatnonzero(np.diff(faces.ids[:, order], prepend=-1).any(0))]
+    return {
+        (int(a), int(b)): Approach(float(gap), *(tuple(end.tolist()) for end in ends))
+        for (a, b), gap, ends in zip(
+            faces.ids.T[first], faces.gaps[first], faces.ends.transpose(2, 0, 1)[first], strict=True
+        )
+    }
+
+
+def pair_gaps(instances: Labels) -> dict[tuple[int, int], float]:
+    """Voxels between each pair of neighboring instances (a < b) at their nearest approach; 0 = touching."""
+    return {pair: each.gap for pair, each in approaches(facing(instances)).items()}

@@ -1,0 +1,314 @@
+"""Changed labels: topology is that of closed forms, ids stay exact, contacts reach their share, maps never fold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zarr
+
+from tests.conftest import write_array, write_ome
+from vesuvius.commands import volume
+from vesuvius.config import ArrayConfig
+from vesuvius.errors import ConfigError
+from vesuvius.volume_tools.pyramid import downsample_mode
+from vesuvius.volumes.volume import open_volume
+
+pytest.importorskip("scipy.ndimage", reason="scipy is not installed")
+
+from vesuvius.volume_tools import relabel_volume
+from vesuvius.volume_tools.relabel import Changes, change_labels, displacement
+from vesuvius.volume_tools.relabel_volume import RelabelRequest
+from vesuvius.volume_tools.topology import boundaries, pair_gaps, topologies, topology
+
+Labels = np.ndarray[Any, Any]
+
+
+def sheets(*gaps: int, size: int = 40, thick: int = 4, dtype: str = "int64") -> Labels:
+    """Flat sheets across y, with ids 10, 20, ..., and these gaps between them."""
+    ids = np.zeros((size, 6 + sum(gaps) + thick * (len(gaps) + 1), size), dtype)
+    y = 3
+    for number, gap in enumerate((*gaps, 0), start=1):
+        ids[:, y : y + thick] = 10 * number
+        y += thick + gap
+    return ids
+
+
+def cells(size: int = 48, count: int = 12) -> Labels:
+    """Dense bodies: the cells nearest to random points."""
+    rng = np.random.default_rng(3)
+    grid = np.stack(np.meshgrid(*[np.arange(size)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
+    nearest = np.square(grid - rng.uniform(0, size, (count, 3))).sum(-1).argmin(1)
+    return (100 + nearest.reshape(size, size, size)).astype(np.uint32)
+
+
+def test_topology_is_that_of_closed_forms() -> None:
+    z, y, x = np.ogrid[-12:13, -12:13, -12:13]
+    ring = np.sqrt(x**2 + y**2) - 8
+    torus = ring**2 + z**2 < 9
+    shell = abs(np.sqrt(x**2 + y**2 + z**2) - 8) < 1.5
+    corner = np.zeros((4, 4, 4), np.bool_)
+    corner[1, 1, 1] = corner[2, 2, 2] = True  # they share a corner
+    frame = np.zeros((9, 9, 17), np.bool_)
+    frame[4, 1:8, 1:16] = True
+    frame[4, 3:6, [3, 4, 7, 8, 11, 12]] = False  # three holes
+    assert topology(torus) == (1, 1, 0)
+    assert topology(shell) == (1, 0, 1)
+    assert topology(corner) == (1, 0, 0)
+    assert topology(frame) == (1, 3, 0)
+    assert topology(np.zeros((3, 3, 3), np.bool_)) == (0, 0, 0)
+    assert topology(np.pad(shell, ((0, 0), (0, 0), (0, 12))) | np.pad(torus, ((0, 0), (0, 0), (12, 0)))).cavities == 1
+
+
+def test_gaps_are_those_of_the_nearest_voxels_of_neighbors() -> None:
+    ids = sheets(3, 9, 0)
+    assert pair_gaps(ids) == {(10, 20): 3, (20, 30): 9, (30, 40): 0}
+    ids[5, 7, 5] = ids[5, 8, 5] = 10  # a bump
+    assert pair_gaps(ids)[10, 20] == 1
+    assert pair_gaps(np.zeros_like(ids)) == pair_gaps(np.ones_like(ids)) == {}
+
+
+def test_boundaries_are_voxels_with_a_neighbor_in_another_body() -> None:
+    ids = cells(16)
+    ids[3, 3, 3] = 0
+    expected = ids == 0
+    for axis in range(3):
+        for step in (1, -1):
+            other = np.roll(ids, step, axis)
+            end = [slice(None)] * 3
+            end[axis] = slice(0, 1) if step == 1 else slice(-1, None)
+            other[tuple(end)] = ids[tuple(end)]
+            expected |= other != ids
+    np.testing.assert_array_equal(boundaries(ids), expected)
+
+
+def test_a_displacement_has_its_amplitude_and_correlation_length_and_crosses_no_face() -> None:
+    """The correlation at a distance of the length is exp(-1/2): over 20 fields, within 0.08."""
+    fields = [displacement((96, 64, 64), 3.0, [8.0] * 3, np.random.default_rng(seed)) for seed in range(20)]
+    for by in fields:
+        assert np.sqrt(3 * np.mean(np.square(by))) == pytest.approx(3.0, rel=1e-4)
+    one = np.array([by[1, 20:76, 16:48, 16:48] for by in fields])
+    for axis in (1, 2, 3):
+        near, far = (np.moveaxis(one, axis, 0)[part] for part in (slice(None, -8), slice(8, None)))
+        assert (near * far).mean() / np.square(one).mean() == pytest.approx(np.exp(-0.5), abs=0.08)
+    for axis in range(3):
+        ends = np.moveaxis(np.array(fields)[:, axis], axis + 1, 0)[[0, -1]]
+        assert abs(ends).max() < 0.3 * abs(fields[0]).max(), "half a voxel from the face, where it is 0"
+
+
+@pytest.mark.parametrize("changes", [Changes(deform=3, deform_length=16), Changes(bend=5)])
+def test_deformation_keeps_ids_classes_and_topology(changes: Changes) -> None:
+    ids = cells().astype(np.uint64) + np.uint64(2**40)
+    classes = (1 + ids % 3).astype(np.uint8)
+    changed = change_labels(classes, ids, changes, 7)
+    assert changed.classes is not None
+    assert changed.instances is not None
+    assert changed.instances.dtype == ids.dtype
+    assert (changed.instances != ids).mean() > 0.1
+    assert set(np.unique(changed.instances)) == set(np.unique(ids))
+    np.testing.assert_array_equal(changed.classes, 1 + changed.instances % 3)
+    again = change_labels(classes, ids, changes, 7)
+    np.testing.assert_array_equal(again.instances, changed.instances)
+    assert again.report == changed.report
+    assert (change_labels(classes, ids, changes, 8).instances != changed.instances).any()
+    before, after = changed.report["instances"]
+    assert before["components"] == after["components"] == 12, "smooth bodies of this size are not split"
+    alone = change_labels(classes, None, changes, 7)
+    assert alone.instances is None
+    assert np.count_nonzero(alone.classes != changed.classes) <= changed.report["speck_voxels"] < 10
+
+
+def test_a_map_that_folds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fold the labels; lower them"):
+        change_labels(None, cells(32), Changes(deform=8, deform_length=8), 0)
+
+
+def test_thickening_grows_into_free_voxels_only() -> None:
+    """Sheets 8 apart become 4 apart, those 3 apart touch, and the class 2 between two of them stays."""
+    ids = sheets(8, 3, 8)
+    classes = (ids > 0).astype(np.uint8)
+    classes[:, 27:29] = 2  # unlabeled, within 2 voxels of the third sheet
+    changed = change_labels(classes, ids, Changes(thicken=2), 0)
+    assert changed.classes is not None
+    assert changed.instances is not None
+    assert pair_gaps(changed.instances) == {(10, 20): 4, (20, 30): 0, (30, 40): 5}
+    assert (changed.instances[ids > 0] == ids[ids > 0]).all()
+    assert (changed.classes[classes == 2] == 2).all()
+    np.testing.assert_array_equal(changed.classes == 1, changed.instances > 0)
+
+
+def test_shrinking_separates_touching_bodies_and_keeps_thin_parts() -> None:
+    ids = sheets(0, 4, thick=6)
+    ids[:, 25:] = 0
+    ids[10:14, 15:21, 10:14] = 0
+    ids[11, 15:21, 11] = 30  # a pillar one voxel thick, alone
+    changed = change_labels(None, ids, Changes(thicken=-1), 0)
+    assert changed.instances is not None
+    assert pair_gaps(changed.instances)[10, 20] == 2
+    assert (changed.instances[11, 15:21, 11] == 30).all()
+    assert changed.report["lost"] == []
+
+
+def test_tears_split_instances_and_nothing_else() -> None:
+    ids = sheets(5, 5)
+    changed = change_labels((ids > 0).astype(np.uint8), ids, Changes(tear=2, tear_width=3), 0)
+    assert changed.classes is not None
+    assert changed.instances is not None
+    torn = changed.report["torn"]
+    assert 1 <= len(torn) <= 2
+    assert changed.report["other_parts"] == []
+    for number, found in topologies(changed.instances).items():
+        assert (found.components > 1) == (number in torn)
+    gone = changed.instances != ids
+    assert (changed.instances[gone] == 0).all()
+    assert 0.01 < gone.sum() / (ids > 0).sum() < 0.2
+    np.testing.assert_array_equal(changed.classes, changed.instances > 0)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_contacts_reach_their_share_with_whole_sheets(share: float) -> None:
+    """Sheets are bent, not stuffed: each keeps its volume within 10 % and its topology."""
+    ids = sheets(9, 12, 9, 10, 3, size=64)
+    changed = change_labels(None, ids, Changes(contact=share, within=4), 5)
+    assert changed.instances is not None
+    gaps = pair_gaps(changed.instances)
+    near = sum(gap <= 4 for gap in gaps.values())
+    assert len(gaps) == 5
+    assert near == {0.5: 3, 1.0: 5}[share], "1 is near already"
+    assert set(topologies(changed.instances).values()) == {(1, 0, 0)}
+    for number in range(10, 70, 10):
+        assert (changed.instances == number).sum() == pytest.approx((ids == number).sum(), rel=0.1)
+    before, after = changed.report["instances"]
+    assert (before["within_4"], after["within_4"]) == (1, near)
+
+
+def test_wrong_labels_are_refused_with_a_remedy() -> None:
+    ids = sheets(5)
+    with pytest.raises(ConfigError, match="only classes; add --instances"):
+        change_labels((ids > 0).astype(np.uint8), None, Changes(contact=1), 0)
+    with pytest.raises(ConfigError, match=r"^\d+ voxels of class 0 have an instance"):
+        change_labels(np.zeros_like(ids), ids, Changes(), 0)
+    with pytest.raises(ConfigError, match="instance -20 is negative"):
+        change_labels(None, -ids, Changes(), 0)
+
+
+# ---- volumes
+
+
+def relabel(*arguments: object) -> int:
+    return volume.main(["relabel", *map(str, arguments)])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> tuple[Path, Path]:
+    """Classes and instances of sheets, as OME-Zarr with voxels of 5 um."""
+    ids = sheets(9, 12, 9, size=32, dtype="uint16")
+    written = {"classes": (ids > 0).astype(np.uint8), "ids": ids}
+    classes, instances = (write_ome(tmp_path / f"{name}.zarr", {"0": v}, [5.0]) for name, v in written.items())
+    return classes, instances
+
+
+CHANGES = ("--deform=1", "--deform-length=12", "--contact=1", "--within=4", "--seed=3")
+
+
+def test_classes_and_instances_on_disk_are_those_in_memory(
+    tmp_path: Path, stack: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    classes, instances = stack
+    box = "--box=4:28,0:50,8:32"
+    assert relabel(classes, tmp_path / "new.zarr", "--instances", instances, box, *CHANGES) == 0
+    printed = capsys.readouterr().out
+    read = [open_volume(path)[4:28, 0:50, 8:32] for path in stack]
+    changes = Changes(deform=1, deform_length=12, contact=1, within=4)
+    expected = change_labels(read[0], read[1], changes, 3)
+    with open_volume(tmp_path / "new.zarr") as new, open_volume(tmp_path / "new.instances.zarr") as ids:
+        assert expected.instances is not None
+        np.testing.assert_array_equal(new[:], expected.classes)
+        np.testing.assert_array_equal(ids[:], expected.instances)
+        np.testing.assert_array_equal(new[:] == 0, ids[:] == 0)
+        assert (new.dtype, ids.dtype) == (np.uint8, np.uint16)
+        assert new.geometry == ids.geometry
+        assert new.geometry is not None
+        assert (new.geometry.scale_zyx, new.geometry.translation_zyx) == ((5, 5, 5), (20, 0, 40))
+    record = zarr.open_group(tmp_path / "new.zarr", mode="r").attrs["vesuvius_relabel"]
+    assert record["counts"] == json.loads(json.dumps(expected.report))  # type: ignore[index, call-overload]
+    assert "within_4" in printed
+    before = files_of(tmp_path)
+    assert relabel(classes, tmp_path / "new.zarr", "--instances", instances, box, *CHANGES) == 0
+    assert capsys.readouterr().out == printed
+    assert files_of(tmp_path) == before, "finished labels are left unchanged"
+    assert relabel(classes, tmp_path / "new.zarr", "--instances", instances, box, "--seed=4") == 2
+    assert "started with other arguments" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_resumes_with_the_same_voxels(
+    tmp_path: Path, stack: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the instances, at their coarser level, and in the classes, whose name implies both."""
+    monkeypatch.setattr(relabel_volume, "_CHUNK", 16)
+    classes, instances = (ArrayConfig(path=str(path)) for path in stack)
+    request = RelabelRequest(classes, tmp_path / "a.zarr", instances, changes=Changes(deform=1, deform_length=12))
+
+    def stop_after(count: int) -> Callable[[str, int, int], None]:
+        def on_progress(_what: str, _done: int, _total: int) -> None:
+            nonlocal count
+            count -= 1
+            if not count:
+                raise KeyboardInterrupt
+
+        return on_progress
+
+    for count in (3, 10, 14):
+        with pytest.raises(KeyboardInterrupt):
+            relabel_volume.relabel_volume(request, stop_after(count))
+        assert not (tmp_path / "a.zarr").exists()
+    assert (tmp_path / "a.instances.zarr").exists()
+    relabel_volume.relabel_volume(request)
+    relabel_volume.relabel_volume(replace(request, out=tmp_path / "b.zarr"))
+    for ending in (".zarr", ".instances.zarr"):
+        one, other = (zarr.open_group(tmp_path / f"{name}{ending}", mode="r") for name in "ab")
+        for level in "012":
+            np.testing.assert_array_equal(one[level][...], other[level][...])  # type: ignore[index]
+        assert dict(one.attrs)["vesuvius_relabel"] == dict(other.attrs)["vesuvius_relabel"]
+        np.testing.assert_array_equal(one["1"][...], downsample_mode(one["0"][...]))  # type: ignore[index, arg-type]
+
+
+def test_the_boundaries_of_changed_bodies_are_the_classes(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "bodies.zarr", cells(32))
+    assert relabel(path, tmp_path / "new.zarr", "--boundary", "--deform=2", "--deform-length=16") == 0
+    bodies = open_volume(tmp_path / "new.instances.zarr")[:]
+    np.testing.assert_array_equal(open_volume(tmp_path / "new.zarr")[:], boundaries(bodies))
+    assert set(np.unique(bodies)) == set(np.unique(cells(32)))
+
+
+def test_what_cannot_be_changed_is_refused_and_nothing_written(
+    tmp_path: Path, stack: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floats = write_array(tmp_path / "floats.zarr", np.ones((8, 8, 8), np.float32))
+    small = write_array(tmp_path / "small.zarr", np.ones((8, 8, 8), np.uint8))
+    out = tmp_path / "out.zarr"
+    for arguments, message in (
+        ((floats, out), "is float32, not labels"),
+        ((stack[0], out, "--instances", small), "give instances of the same voxels"),
+        ((stack[0], out, "--contact", 1), "add --instances"),
+        ((stack[0], out, "--instances", stack[1], "--boundary"), "remove one of them"),
+        ((stack[0], out, "--box=0:8,0:8,30:40"), "is not inside"),
+        ((stack[1], out, "--boundary", "--deform=9", "--deform-length=6"), "would fold"),
+    ):
+        assert relabel(*arguments) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
+    assert relabel(stack[0], out, "--deform=1") == 2
+    assert "in boxes of up to 22 voxels along each axis with --box" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
