@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import vesuvius
@@ -84,6 +85,23 @@ def test_accelerate_saves_the_loader_with_the_rest(scan: str, tmp_path: Path) ->
 def test_monai_takes_the_batches(scan: str, labels: str) -> None:
     losses = example("monai_network", "monai").main(scan, labels)
     assert np.mean(losses[-5:]) < 0.95 * np.mean(losses[:5])
+
+
+def test_pairs_whose_labels_a_segmenter_does_not_recover_are_dropped(tmp_path: Path, scan: str) -> None:
+    """The segmenter finds what is brighter than the mean: the labels of the first pair, not those of the second."""
+    voxels = textured(SHAPE)
+    bright = (voxels > voxels.mean()).astype(np.uint8)
+    for number, labels in enumerate((bright, np.roll(bright, 1, 0)), start=1):
+        write_array(tmp_path / f"pairs/images/{number}.zarr", voxels)
+        write_array(tmp_path / f"pairs/labels/{number}_labels.zarr", labels)
+        write_array(tmp_path / f"pairs/instances/{number}_instances.zarr", labels)
+    module, tile = example("filter_pairs"), "32,48,48"
+    scores = module.main("pairs", lambda x: torch.cat([-x, x - 1e-3], 1), tile, 0.9)
+    assert scores["1"] > 0.98
+    assert 0.4 < scores["2"] < 0.6
+    for kind, name in (("images", "2.zarr"), ("labels", "2_labels.zarr"), ("instances", "2_instances.zarr")):
+        assert (tmp_path / "pairs/dropped" / kind / name).exists()
+        assert len(list((tmp_path / "pairs" / kind).iterdir())) == 1
 
 
 def test_nnunet_gets_every_voxel_of_the_pairs_on_the_grid_of_the_scan(tmp_path: Path, scan: str) -> None:

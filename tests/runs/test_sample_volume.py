@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import write_array
 from tests.support.runs import PATCH
+from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import StorageError, VesuviusError
@@ -117,8 +118,15 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
 ) -> None:
     monkeypatch.setattr("vesuvius.generate.volume.run._CHUNK", 16)
     pairs, box = tmp_path / "pairs", ("--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--seed", 3)
+    numbers = np.arange(voxels(Path("labels.zarr")).size, dtype=np.int32).reshape(voxels(Path("labels.zarr")).shape)
+    ids = write_group(tmp_path / "ids.zarr", numbers, [8.0] * 3)
+    box = (*box, "--instances", ids)
     assert draws(pairs, *box) == 0
     scan, labels = pairs / "images" / "3.zarr", pairs / "labels" / "3_labels.zarr"
+    with open_volume(pairs / "instances" / "3_instances.zarr") as drawn_ids, open_volume(scan) as one:
+        np.testing.assert_array_equal(drawn_ids[:], numbers[4:16, 0:24, 8:32])
+        assert (drawn_ids.geometry, drawn_ids.dtype) == (one.geometry, np.int32)
+    assert voxels(pairs / "instances" / "3_instances.zarr", 1)[0, 0, 0] in numbers[4:6, 0:2, 8:10], "no mean of ids"
     one, other = (open_volume(ArrayConfig(path=str(path))) for path in (scan, labels))
     assert (one.shape_zyx, one.chunk_zyx, one.geometry) == (other.shape_zyx, other.chunk_zyx, other.geometry)
     assert one.geometry is not None
@@ -148,6 +156,7 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     assert draws(pairs, *box) == 0
     assert "3.zarr is already complete" in capsys.readouterr().out
     assert draws(pairs, *box[:2], "--box", "4:16,0:24,0:24", "--seed", 3) == 2, "the seed names a pair"
+    assert draws(tmp_path / "one.zarr", *box) == 2, "instances are for pairs"
 
 
 def test_known_voxels_are_kept_bit_by_bit_gaps_filled_and_non_finite_voxels_read_as_in_training(

@@ -14,7 +14,7 @@ import zarr
 
 from vesuvius.errors import ConfigError
 from vesuvius.volume_tools.phantom import Phantom, write_phantom
-from vesuvius.volume_tools.pyramid import downsample_mean
+from vesuvius.volume_tools.pyramid import downsample_mean, downsample_mode
 
 SHAPE = (40, 70, 66)  # every level has an odd axis: 40x70x66, 20x35x33, 10x18x17
 CHUNK = 32
@@ -113,6 +113,21 @@ def test_names_that_look_like_parts_of_a_url_are_literal(tmp_path, name):
     write_phantom(tmp_path / name, (16, 16, 16), seed=3, chunk=16)
     assert {path.name for path in tmp_path.iterdir()} == {name, name.replace(".zarr", ".labels.zarr")}
     assert levels_of(tmp_path / name)[0].any()
+
+
+def test_windings_are_exact_where_sheets_touch(tmp_path):
+    """Added to a phantom that is there; a number is one sheet, and neighbors in the scroll differ by one."""
+    write_phantom(tmp_path / "v.zarr", (24, 96, 96), seed=2, chunk=32)
+    write_phantom(tmp_path / "v.zarr", (24, 96, 96), seed=2, chunk=32, instances=True)
+    ids = levels_of(tmp_path / "v.instances.zarr")
+    np.testing.assert_array_equal(ids[0] > 0, levels_of(tmp_path / "v.labels.zarr")[0])
+    np.testing.assert_array_equal(ids[1], downsample_mode(ids[0]))
+    right = ids[0][:, :, 56:].astype(int)  # away from the ray where windings change
+    touching = [np.moveaxis(right, axis, 0) for axis in range(3)]
+    steps = np.concatenate([abs(np.diff(v, axis=0))[(v[1:] > 0) & (v[:-1] > 0)] for v in touching])
+    assert set(steps.tolist()) == {0, 1}
+    assert 0.0001 < steps.mean() < 0.1, "sheets touch, but seldom"
+    assert ids[0].max() == 4
 
 
 def test_existing_files_are_never_replaced(tmp_path):

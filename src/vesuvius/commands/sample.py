@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     volume |= arguments.condition is not None
     if volume and out is None:
         parser.error("--out is missing; add --out NAME.zarr, or --out FOLDER for pairs of scan and labels")
-    others = ("count",) if volume else (*_OF_VOLUMES, "condition", "coarse", "box", "mask", "dry_run")
+    others = ("count",) if volume else (*_OF_VOLUMES, "condition", "instances", "coarse", "box", "mask", "dry_run")
     if given := [name for name in others if getattr(arguments, name)]:
         of, remedy = ("patches", "") if volume else ("volumes", ", or add --shape or --out NAME.zarr")
         parser.error(f"--{given[0].replace('_', '-')} applies to {of} only; remove it{remedy}")
@@ -96,6 +97,8 @@ def _parser() -> Parser:
     volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
     labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
     volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
+    ids = "ids of the bodies or sheets in --condition, voxel by voxel: pairs get them too"
+    volumes.add_argument("--instances", type=array, metavar="VOLUME", help=ids)
     coarse = "run or checkpoint that first draws the condition, a coarser volume, to OUT.coarse.zarr"
     volumes.add_argument("--coarse", type=Path, metavar="RUN_OR_FILE", help=coarse)
     volumes.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
@@ -185,15 +188,18 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
     from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume, with_coarse
 
-    inputs = InputConfig(arguments.inpaint, arguments.mask, arguments.condition, arguments.box)
+    inputs = InputConfig(*(getattr(arguments, each.name) for each in fields(InputConfig)))
     options = {name: value for name in _OF_VOLUMES if (value := getattr(arguments, name)) is not None}
-    out, labels_out, picture = arguments.out, None, arguments.out.parent / f"{arguments.out.stem}.png"
+    out, picture = arguments.out, arguments.out.parent / f"{arguments.out.stem}.png"
+    labels_out = instances_out = None
     if out.suffix != ".zarr" and arguments.condition and not arguments.inpaint:
         # The layout that villa's trainer reads: images/NAME.zarr, labels/NAME_TARGET.zarr.
         labels_out = out / "labels" / f"{arguments.seed}_labels.zarr"
+        instances_out = out / "instances" / f"{arguments.seed}_instances.zarr" if arguments.instances else None
         picture = out / f"{arguments.seed}.png"
         out = out / "images" / f"{arguments.seed}.zarr"
     common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
+    common |= {"instances_out": instances_out}
     request, coarse = VolumeRequest(**common, **options), None
     if arguments.coarse is not None:
         coarse, request = with_coarse(request, arguments.coarse)

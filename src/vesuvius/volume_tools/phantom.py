@@ -289,42 +289,46 @@ def write_phantom(
     seed: int,
     *,
     chunk: int = 128,
+    instances: bool = False,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Write a phantom and its sheet labels (OUT.labels.zarr) as two OME-Zarr 0.4 groups, or resume.
+    """Write a phantom and its sheet labels (OUT.labels.zarr) as OME-Zarr 0.4 groups, or resume.
+
+    With `instances`, OUT.instances.zarr has the winding of each voxel of papyrus, as `Phantom.instances`.
 
     Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape of at least
     `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: intensities by the rounded mean of 2x2x2 voxels,
     labels by their majority (a tie is papyrus).  Calls `on_progress` after each chunk of any level with the unit, the
     number done and the total.
 
-    Returns the paths of both groups, their shape and levels, the bytes that this process stored, and the seconds it
+    Returns the paths of scan and labels, their shape and levels, the bytes that this process stored, and the seconds it
     took.  Raises ConfigError: the name or the chunk is wrong, or something else is at `path`; StorageError.
     """
     started = time.monotonic()
     check_name(path)
     if chunk < 8 or chunk % 2:
         raise ConfigError(f"A chunk of {chunk} voxels is not an even number of at least 8; use 128, as real scrolls do")
-    paths = (path, path.with_suffix(".labels.zarr"))
+    ids_path = path.with_suffix(".instances.zarr")
+    paths = (path, *[ids_path] * instances, path.with_suffix(".labels.zarr"))
     record = {"seed": seed, "shape_zyx": list(shape_zyx), "chunk": chunk}
     plan, phantom = Pyramid(shape_zyx, (chunk, chunk, chunk), LEVELS, 1), Phantom(seed, shape_zyx)
-    if has_partial(paths[1], PHANTOM) and not has_partial(path, PHANTOM) and not path.exists():
-        shutil.rmtree(partial_path(paths[1]))  # labels without intensities, whose chunks would be skipped
+    if has_partial(paths[-1], PHANTOM) and not all(has_partial(each, PHANTOM) or each.exists() for each in paths[:-1]):
+        shutil.rmtree(partial_path(paths[-1]))  # labels without the others, whose chunks would be skipped
     stored = done = 0
     with ExitStack() as held:
         unfinished = [each for each in paths if not is_finished(each, record, PHANTOM)]
-        targets = [
-            held.enter_context(open_partial(each, record, plan, np.dtype("u1"), 0, PHANTOM)) for each in unfinished
-        ]
+        about = [(each, record, plan, np.dtype("u2" if each == ids_path else "u1"), 0, PHANTOM) for each in unfinished]
+        targets = [held.enter_context(open_partial(*each, labels=each[0] == ids_path)) for each in about]
 
         def count(size: int) -> None:
             nonlocal stored, done
             stored, done = stored + size, done + 1
             on_progress("chunks", done, todo)
 
-        def read(box: Box) -> UInt8:
-            """The voxels of the last target; if that is the labels, writes the intensities first."""
-            voxels = dict(zip(paths, phantom.box(*box), strict=True))
+        def read(box: Box) -> NDArray[Any]:
+            """The voxels of the last target, after those of the others are written."""
+            intensity, ids = phantom.instances(*box)
+            voxels: dict[Path, NDArray[Any]] = {path: intensity, ids_path: ids, paths[-1]: (ids > 0).astype(np.uint8)}
             for other in targets[:-1]:
                 count(other.write(0, triple(lo // chunk for lo in box[0]), voxels[other.out]))
             return voxels[targets[-1].out]
@@ -338,7 +342,7 @@ def write_phantom(
             target.publish(multiscale(target.out.stem, LEVELS, [VOXEL_UM] * 3, ["micrometer"] * 3))
     return {
         "path": paths[0],
-        "labels_path": paths[1],
+        "labels_path": paths[-1],
         "shape_zyx": shape_zyx,
         "levels": LEVELS,
         "stored_bytes": stored,

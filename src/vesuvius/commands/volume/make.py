@@ -39,14 +39,15 @@ def add_synth(commands: Commands) -> None:
     synth.add_argument("--shape", type=size, default=(256, 512, 512), metavar="Z,Y,X", help=shape)
     synth.add_argument("--seed", type=natural, default=0, help="seed of the scroll (default: 0)")
     synth.add_argument("--chunk", type=natural, default=128, help="chunk size in voxels, even (default: 128)")
+    windings = "also write OUT.instances.zarr: the number of the winding of each voxel of papyrus, 0 = none"
+    synth.add_argument("--instances", action="store_true", help=windings)
     synth.set_defaults(run=_synth)
 
 
 def _synth(arguments: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), Progress("writing") as progress:
-        report = write_phantom(
-            arguments.out, arguments.shape, arguments.seed, chunk=arguments.chunk, on_progress=progress.update
-        )
+        options = {"chunk": arguments.chunk, "instances": arguments.instances, "on_progress": progress.update}
+        report = write_phantom(arguments.out, arguments.shape, arguments.seed, **options)
     print_facts(report, arguments)
     return EXIT_OK
 

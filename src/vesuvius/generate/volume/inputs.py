@@ -36,6 +36,7 @@ class InputConfig:
     inpaint: ArrayConfig | None = None  # volume whose known voxels are kept
     mask: ArrayConfig | None = None  # nonzero voxels are filled; None = missing chunks are filled
     condition: ArrayConfig | None = None
+    instances: ArrayConfig | None = None  # ids in the voxels of the condition; not seen by the network
     box: Box | None = None  # part of the volumes that is used; None = all
 
 
@@ -59,7 +60,7 @@ class Inputs:
         self._labels, self._context = config.class_values, None
         self.volumes: dict[str, Volume] = {}
         with ExitStack() as opened:
-            for name in ("inpaint", "mask", "condition"):
+            for name in ("inpaint", "mask", "condition", "instances"):
                 if (spec := getattr(inputs, name)) is not None:
                     nan = {"mask": "air", "condition": config.condition_nan}.get(name, config.nan)
                     volume = open_volume(spec, config.store, missing_chunk, nan)
@@ -74,7 +75,8 @@ class Inputs:
         self._alignments: dict[str, Alignment | AffineAlignment] = {}
         for name, volume in self.volumes.items():
             assert shape_zyx is not None
-            placed = (condition_factors, condition_offsets or ZEROS) if name == "condition" else (ONES, ZEROS)
+            labels = name in ("condition", "instances")
+            placed = (condition_factors, condition_offsets or ZEROS) if labels else (ONES, ZEROS)
             self._alignments[name] = Alignment(shape_zyx, volume.shape_zyx, *placed)
             if name == "condition" and config.context:
                 sizes = shape_zyx, volume.shape_zyx
@@ -121,7 +123,7 @@ class Inputs:
         return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
 
     def read(self, name: str, box: Box) -> NDArray[Any]:
-        """Return stored voxels of `inpaint`, `mask` or `condition`, which is upsampled.  Raises DataError."""
+        """Return stored voxels of an input; the condition and its instances are upsampled.  Raises DataError."""
         there, volume = shifted(box, self._origin), self.volumes[name]
         voxels = self._alignments[name].read(there, volume.read)
         if self._labels and name == "condition":
@@ -211,7 +213,7 @@ def _common_shape(
                 f"--box {format_box(box)} needs --condition or --inpaint; add one of them, or use --shape"
             )
         return asked_zyx
-    factors = dict.fromkeys(volumes, ONES) | {"condition": condition_factors}
+    factors = dict.fromkeys(volumes, ONES) | dict.fromkeys(("condition", "instances"), condition_factors)
     named, anchor = next(iter(volumes.items()))
     first, shape = f"--{named}", covered_shape(anchor.shape_zyx, factors[named])
     if asked_zyx is not None and box is None:
@@ -224,10 +226,10 @@ def _common_shape(
                 f"The shapes of {first} and {option} do not match{scaled}: {format_sizes(shape)} and "
                 f"{format_sizes(volume.shape_zyx)}; give volumes (or levels, PATH@LEVEL) of the same region"
             )
-        if named == "condition" or anchor.geometry is None or volume.geometry is None:
+        if name == named or anchor.geometry is None or volume.geometry is None:
             continue
         found = align(anchor, volume, option)
-        if (found.factors, found.offsets) != (by, ZEROS):
+        if (found.factors, found.offsets) != (ONES if named == "condition" else by, ZEROS):
             raise ConfigError(
                 f"--{named} and {option} are not aligned: {found.describe()} "
                 f"({describe_geometry(anchor)} and {describe_geometry(volume)}); give volumes of the same region"

@@ -62,6 +62,7 @@ class VolumeRequest(GenerateRequest):
     rounds: int | None = None  # passes per step when inpainting; None = 4
     inputs: InputConfig = field(default_factory=InputConfig)
     labels_out: Path | None = None  # copy of the condition on the grid of `out`; None = none
+    instances_out: Path | None = None  # the same of the instances
 
 
 def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> str:
@@ -252,13 +253,14 @@ class _Volume:
 
     def write_labels(self) -> None:
         """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""
-        out, condition = self.request.labels_out, self.inputs.condition
-        if out is None or is_finished(out, self.record, RECORD_KIND):
-            return
-        assert condition is not None
-        labels = bool(self._info.config.data.class_values)
-        with open_partial(out, self.record, self.plan, condition.dtype, 0, RECORD_KIND, labels) as target:
-            self._finish(target, lambda box: self.inputs.read("condition", box), lambda _: self.progress.check())
+        outs = {"condition": self.request.labels_out, "instances": self.request.instances_out}
+        for name, out in outs.items():
+            if out is None or is_finished(out, self.record, RECORD_KIND):
+                continue
+            classes, dtype = bool(self._info.config.data.class_values), self.inputs.volumes[name].dtype
+            labels = classes or name == "instances"
+            with open_partial(out, self.record, self.plan, dtype, 0, RECORD_KIND, labels) as target:
+                self._finish(target, partial(self.inputs.read, name), lambda _: self.progress.check())
 
     def write(self, target: PartialCopy, x: BlockArray, used: Blocks) -> None:
         """Write the last state `x`, which has the `used` blocks, with known voxels as stored."""
@@ -294,8 +296,11 @@ class _Volume:
         state, volume = state_bytes(self.job, active, self.workers), self.plan.raw_bytes
         total, free = state + volume, free_disk_bytes(out.parent)
         need = f"{format_size(state)} for the state, at most {format_size(volume)} for the volume"
-        if labels_out is not None and self.inputs.condition is not None and not labels_out.exists():
-            labels = replace(self.plan, voxel_bytes=self.inputs.condition.dtype.itemsize).raw_bytes
+        if labels_out is not None and not labels_out.exists():
+            labels_of = [
+                volume.dtype for name, volume in self.inputs.volumes.items() if name in ("condition", "instances")
+            ]
+            labels = sum(replace(self.plan, voxel_bytes=dtype.itemsize).raw_bytes for dtype in labels_of)
             total, need = total + labels, f"{need}, at most {format_size(labels)} for the labels"
         if total > free:
             raise StorageError(
@@ -343,6 +348,8 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
         )
     if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
         raise ConfigError("--guidance 0 ignores labels, so no pairs are written; remove it, or let --out end in .zarr")
+    if inputs.instances is not None and request.instances_out is None:
+        raise ConfigError("--instances are labels of pairs; add --condition and an --out without .zarr, or remove it")
     factors = info.data.volumes[request.volume_index].condition_factors
     with Inputs(inputs, config.data, request.shape_zyx, factors) as opened:
         if request.shape_zyx is not None and opened.shape_zyx not in (None, request.shape_zyx):
