@@ -1,0 +1,48 @@
+"""Figures of the study of pairs: bits of splits and merges counted by hand, and fused bodies by their gap."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(REPOSITORY / "tools" / "bench"), *sys.path])
+    import real_labels
+
+    return real_labels
+
+
+def test_splits_and_merges_are_bits_and_the_background_counts_for_neither(bench: Any) -> None:
+    truth = np.repeat([1, 2, 3, 0], 8).reshape(1, 4, 8)
+    halved, joined = truth.copy(), truth.copy()
+    halved[0, 0, 4:] = 9  # a third of the voxels: one more bit
+    joined[truth == 2] = 1  # two thirds of the voxels: one more bit
+    other = np.where(truth == 0, 7, truth)
+    assert bench.variation_of_information(truth, other) == pytest.approx((0, 0), abs=1e-12)
+    assert bench.variation_of_information(truth, halved) == pytest.approx((1 / 3, 0), abs=1e-12)
+    assert bench.variation_of_information(truth, joined) == pytest.approx((0, 2 / 3), abs=1e-12)
+    assert bench.adapted_rand_error(truth, other) == pytest.approx(0, abs=1e-12)
+    assert bench.adapted_rand_error(truth, joined) == pytest.approx(1 - 2 * 3 / (3 + 5))
+
+
+def test_fused_bodies_are_counted_at_the_gap_of_their_nearest_approach(bench: Any) -> None:
+    truth = np.zeros((4, 4, 20), np.int32)
+    for body, x in ((1, 0), (2, 3), (3, 8), (4, 18)):  # gaps of 0, 2 and 7 voxels
+        truth[..., x : x + 3] = body
+    found = truth.copy()
+    found[truth == 3] = 2
+    found[0, 0, truth[0, 0] == 1] = 2  # few voxels: not fused
+    assert bench.fusions(truth, found, 3) == [(0, 1), (0, 0), (1, 1), (0, 0)]
+
+
+def test_the_parts_of_the_volume_are_a_patch_apart(bench: Any) -> None:
+    train, validation, test = bench.parts(250).values()
+    assert (train.start, test.stop) == (0, 250)
+    assert validation.start - train.stop == test.start - validation.stop == bench.PATCH
