@@ -206,7 +206,7 @@ def train_model(out: Path, unlabeled: Sequence[str], boxes: int = 0) -> Path:
         "diffusion": {"condition_dropout": 0.1},
     }
     (out / "model.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "vesuvius.train", "--config", "model.yaml", "--resume"]
+    command = [sys.executable, "-m", "vesuvius.train", "--config", "model.yaml", "training.resume=auto"]
     subprocess.run(command, check=True, cwd=out, stdout=subprocess.DEVNULL)
     return checkpoint
 
