@@ -127,7 +127,7 @@ def test_windings_are_exact_where_sheets_touch(tmp_path):
     steps = np.concatenate([abs(np.diff(v, axis=0))[(v[1:] > 0) & (v[:-1] > 0)] for v in touching])
     assert set(steps.tolist()) == {0, 1}
     assert 0.0001 < steps.mean() < 0.1, "sheets touch, but seldom"
-    assert ids[0].max() == 4
+    assert set(np.unique(ids[0])) == {0, 1, 2, 3}
 
 
 def test_existing_files_are_never_replaced(tmp_path):

@@ -6,6 +6,7 @@ grows into class 0 or leaves class 0 behind.  No id is invented.  Needs scipy.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from vesuvius.volume_tools.topology import (
     topologies,
     topology,
 )
+
+log = logging.getLogger(__name__)
 
 Displacement = NDArray[np.float32]
 
@@ -103,6 +106,9 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
         report = work.report(ids, before, (near, facing(numbers)), changes.within)
+        pairs, reached = (report["instances"][1][name] for name in ("pairs", f"within_{changes.within:g}"))
+        if reached < changes.contact * pairs - 1e-9:
+            log.warning("%d of %d pairs came within %g voxels, fewer than --contact", reached, pairs, changes.within)
     if classes is not None and new_classes is not None:
         report["classes"] = _class_rows("before", classes) + _class_rows("after", new_classes)
     return Changed(new_classes, new_instances, report)
@@ -207,11 +213,16 @@ class _Work:
             source = tuple(index[where] for index in to)
             self.instances[where], self.classes[where] = instances[source], classes[source]
         else:
-            edge = boundaries(instances).astype(np.bool_) & (instances != 0)
-            core = (instances != 0) & (distance(nearest(edge)) > -voxels - 1)
-            to = nearest(core)
-            thin = (instances != 0) & ((distance(to) > 0.8 - voxels) | (instances[tuple(to)] != instances))
-            self.clear(~core & (distance(nearest(thin)) > 2 - voxels))
+            inside = instances != 0
+            edge = inside & (boundaries(instances) != 0)
+            core = inside & ((distance(nearest(edge)) > -voxels - 1) if edge.any() else True)
+            thin, gone = inside, inside & ~core
+            if core.any():  # parts that would vanish, and what joins them to the core, stay
+                to = nearest(core)
+                thin = inside & ((distance(to) > 0.8 - voxels) | (instances[tuple(to)] != instances))
+            if thin.any():
+                gone &= distance(nearest(thin)) > 2 - voxels
+            self.clear(gone)
         self.drop_specks()
         after = topologies(self.instances)
         self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
@@ -252,40 +263,37 @@ class _Work:
         failed = set[tuple[int, int]]()
         for _ in range(_ROUNDS):
             found, used = approaches(facing(self.instances)), set[int]()
-            far = [pair for pair, each in found.items() if each.gap > within and pair not in failed]
-            needed = math.ceil(share * len(found) - 1e-9) - sum(each.gap <= within for each in found.values())
-            near = {number for pair, each in found.items() if each.gap <= within for number in pair}
+            far = [pair for pair, (gap, _) in found.items() if gap > within and pair not in failed]
+            near = [pair for pair, (gap, _) in found.items() if gap <= within]
+            needed, settled = math.ceil(share * len(found) - 1e-9) - len(near), set(sum(near, ()))
             for n in rng.permutation(len(far)):
-                if needed <= 0 or not far:
+                if needed <= 0:
                     break
-                if used.intersection(pair := far[n]):
+                one, other = pair = far[n]
+                if used.intersection(pair):
                     continue  # its nearest approach has moved
                 used.update(pair)
-                _, *ends = found[pair]
-                if (pair[0] in near, rng.random()) > (pair[1] in near, 0.5):  # a sheet with a contact stays
-                    pair, ends = pair[::-1], ends[::-1]
-                if self._bend(
-                    pair[0], ends[0], ends[1], found[far[n]].gap - rng.uniform(0, max(0.0, within - 0.5)), rng
-                ):
+                gap, ends = found[pair]
+                if (one in settled, rng.random()) > (other in settled, 0.5):  # a sheet that has a contact stays
+                    one, ends = other, ends[::-1]
+                by = gap - rng.uniform(0, max(0.0, within - 0.5))
+                if self._bend(one, ends, by, rng):
                     needed, self.moves = needed - 1, self.moves + 1
                 else:
-                    failed.add(far[n])
-                    self.dropped_moves += 1
+                    failed.add(pair)
             if not used:
                 break
+        self.dropped_moves = len(failed)
 
-    def _bend(
-        self, number: int, start: tuple[int, ...], towards: tuple[int, ...], by: float, rng: np.random.Generator
-    ) -> bool:
-        """Move an instance by a smooth bump into free voxels; returns False, and moves nothing, if that breaks it."""
-        direction = np.subtract(towards, start) / np.linalg.norm(np.subtract(towards, start))
+    def _bend(self, number: int, ends: NDArray[np.int32], by: float, rng: np.random.Generator) -> bool:
+        """Move an instance from one voxel to another by a smooth bump; False, and nothing moved, if that breaks it."""
+        start, direction = ends[0], (ends[1] - ends[0]) / np.linalg.norm(ends[1] - ends[0])
         radius = max(4 * by, _LEAST_RADIUS) * rng.uniform(1, 2)  # above 1.54 `by`, so that the map does not fold
         center = start + by * direction
         box = _box(np.rint(center), math.ceil(radius), self.instances.shape)
         grid = np.ogrid[box]
-        bump = by * np.square(
-            np.maximum(0, 1 - sum(np.square(g - c) for g, c in zip(grid, center, strict=True)) / radius**2)
-        )
+        squares = sum(np.square(g - c) for g, c in zip(grid, center, strict=True))
+        bump = by * np.square(np.maximum(0, 1 - squares / radius**2))
         source = tuple(
             np.clip(np.rint(g - d * bump), 0, size - 1).astype(np.intp)
             for g, d, size in zip(grid, direction, self.instances.shape, strict=True)
@@ -314,9 +322,16 @@ class _Work:
             return [int(ids[number]) for number in sorted(numbers)]
 
         changed = {number for number, found in self.known.items() if found.components != before[number].components}
-        rows = zip(("before", "after"), (before, self.known), faces, strict=True)
+        rows = []
+        for when, known, one in zip(("before", "after"), (before, self.known), faces, strict=True):
+            total = np.array([*known.values(), Topology(0, 0, 0)]).sum(0).tolist()
+            gaps = np.array([gap for gap, _ in approaches(one).values()])
+            counts = {"pairs": len(gaps), f"within_{within:g}": (gaps <= within).sum(), "touching": (gaps < 1).sum()}
+            row = {"count": len(known), **Topology(*total)._asdict(), **counts}
+            near = float((one.gaps <= within).mean()) if len(gaps) else 0.0
+            rows.append({"instances": when, **{name: int(value) for name, value in row.items()}, "facing_within": near})
         return {
-            "instances": [_instance_row(when, known, one, within) for when, known, one in rows],
+            "instances": rows,
             "lost": named(before.keys() - self.known.keys()),
             "torn": named(self.torn),
             "other_parts": named(changed - self.torn),
@@ -325,20 +340,6 @@ class _Work:
             "moves": self.moves,
             "moves_dropped": self.dropped_moves,
         }
-
-
-def _instance_row(when: str, known: dict[int, Topology], faces: Faces, within: float) -> dict[str, Any]:
-    total = Topology(*(sum(counts) for counts in zip(*known.values(), strict=True))) if known else Topology(0, 0, 0)
-    gaps, near = np.array([each.gap for each in approaches(faces).values()]), faces.gaps <= within
-    return {
-        "instances": when,
-        "count": len(known),
-        **total._asdict(),
-        "pairs": len(gaps),
-        f"within_{within:g}": int((gaps <= within).sum()),
-        "touching": int((gaps < 1).sum()),
-        "facing_within": float(near.mean()) if len(near) else 0.0,
-    }
 
 
 def _box(center: Sequence[int], radius: int, shape: Sequence[int]) -> tuple[slice, ...]:

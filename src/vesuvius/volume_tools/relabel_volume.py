@@ -5,9 +5,8 @@ OUT.zarr has the classes, OUT.instances.zarr the ids.  A killed process is resum
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,6 +28,8 @@ from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, s
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import Volume, open_volume
 
+log = logging.getLogger(__name__)
+
 BYTES_PER_VOXEL = 90  # of memory at the peak
 _CHUNK = 128
 RELABEL = "relabel"
@@ -45,9 +46,7 @@ class RelabelRequest:
     seed: int = 0
 
 
-def relabel_volume(
-    request: RelabelRequest, on_progress: Callable[[str, int, int], None] = lambda what, done, total: None
-) -> dict[str, Any]:
+def relabel_volume(request: RelabelRequest) -> dict[str, Any]:
     """Write changed labels, or resume; finished ones are left unchanged.  Returns the counts, as `change_labels`.
 
     Raises ConfigError: the arguments are wrong, memory does not suffice, or `out` is something else; DataError,
@@ -65,39 +64,28 @@ def relabel_volume(
         if not (unfinished := [out for out in outs if not is_finished(out, record, RELABEL)]):
             report: dict[str, Any] = finished_record(request.out, RELABEL)["counts"]
             return report
+        log.info("changing %s voxels; this takes about 4 s per million", format_sizes(shape_of(box)))
         first, second = [*(volume.read(box) for volume in volumes.values()), None][:2]
         classes, ids = (None, first) if request.boundary else (first, second)
         changed = change_labels(classes, ids, request.changes, request.seed)
         new = [changed.classes, changed.instances]
         if request.boundary and changed.instances is not None:
             new[0] = boundaries(changed.instances)
+        shape = shape_of(box)
+        chunk, levels = triple(min(size, _CHUNK) for size in shape), levels_to_one(shape, _CHUNK)
         for out, voxels in list(zip(outs, new, strict=False))[::-1]:  # the name of the classes implies both
             if out in unfinished and voxels is not None:
-                geometry = partial(multiscale_of, volumes["labels"], box=box, out=out)
-                _write(out, voxels, record, changed.report, geometry, on_progress)
+                plan = Pyramid(shape, chunk, levels, voxels.itemsize)
+                with open_partial(out, record, plan, voxels.dtype, 0, RELABEL, labels=True) as target:
+                    target.fill(0, partial(_part, voxels))
+                    target.fill_coarser()
+                    counted = replace(target, record=record | {"counts": changed.report})
+                    counted.publish(multiscale_of(volumes["labels"], plan, box, out))
     return changed.report
 
 
-def _write(
-    out: Path,
-    voxels: NDArray[Any],
-    record: dict[str, Any],
-    counts: dict[str, Any],
-    geometry: Callable[..., dict[str, Any]],
-    on_progress: Callable[[str, int, int], None],
-) -> None:
-    shape = triple(voxels.shape)
-    plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels_to_one(shape, _CHUNK), voxels.itemsize)
-    with open_partial(out, record, plan, voxels.dtype, 0, RELABEL, labels=True) as target:
-        missing = sum(len(target.missing(level)) for level in range(plan.levels))
-        done = itertools.count(1 + plan.chunk_count - missing)
-
-        def count(_size: int) -> None:
-            on_progress(f"chunks of {out.name}", next(done), plan.chunk_count)
-
-        target.fill(0, lambda part: voxels[slices(part)], count)
-        target.fill_coarser(count)
-        replace(target, record=record | {"counts": counts}).publish(geometry(plan=plan))
+def _part(voxels: NDArray[Any], box: Box) -> NDArray[Any]:
+    return voxels[slices(box)]
 
 
 def _checked_box(request: RelabelRequest, volumes: dict[str, Volume]) -> Box:

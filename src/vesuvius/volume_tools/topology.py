@@ -23,14 +23,6 @@ class Topology(NamedTuple):
     cavities: int
 
 
-class Approach(NamedTuple):
-    """Nearest approach of two instances: the gap in voxels between them (0 = touching), and a voxel of each."""
-
-    gap: float
-    voxel_a: tuple[int, ...]
-    voxel_b: tuple[int, ...]
-
-
 def topology(mask: Mask) -> Topology:
     """Components, tunnels and cavities of a bool mask; what continues beyond its border is not known, so it is open."""
     if not mask.any():
@@ -110,18 +102,13 @@ def facing(instances: Labels) -> Faces:
     return Faces(id_pairs, np.sqrt(np.square(end_pairs[0] - end_pairs[1]).sum(0)) - 1, end_pairs)
 
 
-def approaches(faces: Faces) -> dict[tuple[int, int], Approach]:
-    """Nearest approach of each pair of neighbors (a < b)."""
+def approaches(faces: Faces) -> dict[tuple[int, int], tuple[float, NDArray[np.int32]]]:
+    """Nearest approach of each pair of neighbors (a < b): the gap, and a voxel of each (2, 3)."""
     order = np.lexsort((faces.gaps, faces.ids[1], faces.ids[0]))
     first = order[np.flatnonzero(np.diff(faces.ids[:, order], prepend=-1).any(0))]
-    return {
-        (int(a), int(b)): Approach(float(gap), *(tuple(end.tolist()) for end in ends))
-        for (a, b), gap, ends in zip(
-            faces.ids.T[first], faces.gaps[first], faces.ends.transpose(2, 0, 1)[first], strict=True
-        )
-    }
+    return {(int(faces.ids[0, n]), int(faces.ids[1, n])): (float(faces.gaps[n]), faces.ends[:, :, n]) for n in first}
 
 
 def pair_gaps(instances: Labels) -> dict[tuple[int, int], float]:
     """Voxels between each pair of neighboring instances (a < b) at their nearest approach; 0 = touching."""
-    return {pair: each.gap for pair, each in approaches(facing(instances)).items()}
+    return {pair: gap for pair, (gap, _) in approaches(facing(instances)).items()}

@@ -11,7 +11,6 @@ from vesuvius.commands.cli import full_path, natural, number_from_0, positive_nu
 from vesuvius.commands.sample import array, box
 from vesuvius.commands.volume.shared import Commands, print_facts
 from vesuvius.errors import EXIT_OK, needs_extra
-from vesuvius.runlog.progress import Progress
 
 _CHANGES: dict[str, tuple[float, Callable[[str], float], str, str]] = {
     "deform": (0.0, number_from_0, "A", "smooth random deformation; root mean square displacement"),
@@ -59,7 +58,7 @@ def _relabel(arguments: argparse.Namespace) -> int:
 
     changes = Changes(**{name: getattr(arguments, name) for name in _CHANGES})
     given = arguments.labels, arguments.out, arguments.instances, arguments.boundary, arguments.box
-    with redirect_stdout(sys.stderr), Progress("writing") as progress:
-        report = relabel_volume(RelabelRequest(*given, changes, arguments.seed), progress.update)
+    with redirect_stdout(sys.stderr):  # the log
+        report = relabel_volume(RelabelRequest(*given, changes, arguments.seed))
     print_facts({"out": arguments.out} | report, arguments)
     return EXIT_OK
