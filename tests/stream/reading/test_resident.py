@@ -130,7 +130,9 @@ def large_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_WINDOWS_OF_SMALL", 0)
 
 
-@pytest.mark.parametrize("make", [torn, pytest.param(nan_and_coarse_condition, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "make", [torn, *(pytest.param(each, marks=pytest.mark.long) for each in (nan_and_coarse_condition, context))]
+)
 @pytest.mark.usefixtures("ray_cluster", "large_volumes")
 def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
     job = make(tmp_path)

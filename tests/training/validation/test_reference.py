@@ -14,6 +14,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.step.feed import Conditioner
 from vesuvius.training.validation.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.training.validation.validation import ValidationPatches
+from vesuvius.volumes.box import slices
 
 CPU = torch.device("cpu")
 SHAPE = (96, 128, 128)
@@ -61,3 +62,25 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     some = reference.condition(rows)
     assert some is not None
     assert torch.equal(some, condition[rows])
+
+
+def test_with_context_the_condition_at_a_patch_is_the_same_and_a_share_of_the_patches_keeps_its_windows(
+    tmp_path: Path,
+) -> None:
+    scan = write_array(tmp_path / "scan.zarr", textured(SHAPE))
+    coarse = write_array(tmp_path / "coarse.zarr", textured((48, 64, 64), 1))
+    seen = {}
+    for context in (None, 2):
+        volume = {"path": str(scan), "condition": {"path": str(coarse), "context": context}}
+        fixed, reference = open_reference(make_config([volume], condition_normalize={"low": 0.0, "high": 200.0}), 6)
+        seen[context] = reference.condition(range(6))
+    plain, around = seen[None], seen[2]
+    assert plain is not None
+    assert around is not None
+    assert torch.equal(around[:, :2], plain)
+    context = prepare_data(0, make_config([volume]).data).job.contexts[0]
+    windows = [context.window(start) for start in fixed.starts_zyx]
+    wide = np.pad(textured((48, 64, 64), 1), 20, mode="edge")
+    expected = np.stack([wide[slices(window, (-20,) * 3)] for window in windows]) / 100.0 - 1
+    np.testing.assert_allclose(around[:, 3], expected, rtol=0, atol=1e-6)
+    assert [*fixed.rows(2, 5).windows] == [*fixed.windows[2:5]]

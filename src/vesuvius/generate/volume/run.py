@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -126,27 +127,22 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
 
     With context the coarse volume is larger, so that windows end within it.  Raises as `generate_volume`.
     """
-    info, shape = resolve_checkpoint(request), request.shape_zyx
-    trained, patch = info.data.volumes[request.volume_index], info.config.data.patch_size
-    if not info.config.has_condition or trained.condition_factors == ONES:
+    info, shape, out = resolve_checkpoint(request), request.shape_zyx, request.out.with_suffix(".coarse.zarr")
+    factors = info.data.volumes[request.volume_index].condition_factors
+    if factors == ONES:
         raise ConfigError(f"--coarse has no effect: {info.checkpoint} has no coarser condition; remove it")
     if shape is None or request.inputs != InputConfig():
         raise ConfigError("--coarse draws the condition, so it needs --shape, and no --condition, --box or --inpaint")
-    around = float((info.config.data.context or 1) - 1)
-    margin = [
-        math.ceil(size * around / 2 / factor) for size, factor in zip(patch, trained.condition_factors, strict=True)
-    ]
-    sizes = zip(shape, margin, trained.condition_factors, strict=True)
-    coarse_shape = triple(math.ceil(size / factor) + 2 * more for size, more, factor in sizes)
-    start = triple(int(more * factor) for more, factor in zip(margin, trained.condition_factors, strict=True))
-    coarse_out = request.out.with_suffix(".coarse.zarr")
+    around = Fraction((info.config.data.context or 1) - 1, 2)  # patches on each side
+    margin = [math.ceil(size * around / by) for size, by in zip(info.config.data.patch_size, factors, strict=True)]
+    sizes = triple(math.ceil(size / by) + 2 * more for size, by, more in zip(shape, factors, margin, strict=True))
+    start = triple(math.ceil(more * by) for more, by in zip(margin, factors, strict=True))
     own = "diffusion.sampler_guidance=", "diffusion.sampler_condition_noise="  # without effect on the other network
     overrides = tuple(each for each in request.overrides if not each.startswith(own))
-    coarse = replace(
-        request, checkpoint=checkpoint, out=coarse_out, shape_zyx=coarse_shape, overrides=overrides, guide=None
-    )
-    inputs = InputConfig(condition=ArrayConfig(path=str(coarse_out)), box=box_at(start, shape))
-    return replace(coarse, volume_index=0), replace(request, inputs=inputs)
+    changes: dict[str, Any] = {"overrides": overrides, "guide": None, "volume_index": 0}
+    inputs = InputConfig(condition=ArrayConfig(path=str(out)), box=box_at(start, shape))
+    coarse = replace(request, checkpoint=checkpoint, out=out, shape_zyx=sizes, **changes)
+    return coarse, replace(request, inputs=inputs)
 
 
 class _Volume:
