@@ -124,8 +124,31 @@ def _evaluation() -> RunReport:
         Metric("histogram_distance", "histogram distance", {}, 0.031, 0.028, 0.3),
         Metric("spectrum_distance_db", "spectrum distance, dB", {}, 0.8, 0.42, 0.002),
         Metric("correlation_distance", "correlation distance", {}, 0.021, 0.018, 0.33),
-        Metric("auc", "classifier AUC", {}, 0.31, None, 0.002),
-        Metric("features_auc", "AUC of fixed features", {}, 0.02, None, 0.4),
+        Metric("porosity", "porosity", dict(zip(values, (0.22, 0.21, 0.218), strict=True)), 0.01, 0.008, 0.6),
+        Metric(
+            "euler",
+            "Euler number",
+            dict(zip(values, (-910, -720, -735), strict=True)),
+            190,
+            15,
+            0.01,
+        ),
+        Metric("sheet_thickness", "sheet thickness", dict(zip(values, (9.1, 9.4, 9.3), strict=True)), 0.3, 0.1, 0.7),
+        Metric("kid", "kernel distance (KID)", {}, 0.041, 0.02, 0.08, "95 % 0.012 to 0.07"),
+        Metric("frechet", "Frechet distance", {}, 3.1, 2.2, 0.09),
+        Metric("auc", "classifier AUC at 200 steps", {}, 0.58, 0.5, 0.06, "a lower bound; 64 samples are a weak test"),
+        Metric(
+            "auc_1000",
+            "classifier AUC at 1000 steps",
+            {},
+            0.69,
+            0.5,
+            0.002,
+            "a lower bound; 64 samples are a weak test",
+        ),
+        Metric(
+            "features_auc", "AUC of fixed features", {}, 0.52, 0.5, 0.4, "a lower bound; 64 samples are a weak test"
+        ),
         Metric("copies", "share of copies", {"generated": 0.05, "held_out": 0.05}, 0.0, None, 1.0),
     )
     facts = {"step": "2000", "held out": "64", "patch": "72x136x136", "training": "64"}

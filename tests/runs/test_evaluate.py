@@ -21,7 +21,7 @@ from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLES, record_samples, s
 @pytest.fixture(autouse=True)
 def _in_place(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shown)
-    monkeypatch.setattr("vesuvius.generate.evaluate.metrics._POSITIONS", 2**13)  # a coarser search takes less time
+    monkeypatch.setattr("vesuvius.generate.evaluate.copies._POSITIONS", 2**13)  # a coarser search takes less time
 
 
 def evaluates(*arguments: object) -> int:

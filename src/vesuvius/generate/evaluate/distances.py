@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +18,21 @@ Ints = NDArray[np.int64]
 
 _COMPONENTS = 16
 _DRAWS = 499
+_FARTHEST = 3.0
 _LEAST_SPREAD = 1e-6  # of a component, relative to the widest
 
 
 def whitened(features: Sequence[Floats], reference: Floats) -> list[Floats]:
     """Return features [N, F] in at most 16 principal components of `reference` [R, F], each of variance 1 there.
 
-    No components are left if the rows of `reference` are equal.
+    Clipped at 3 standard deviations: a few patches without texture, whose logarithms are extreme, would outweigh the
+    others.  No components are left if the rows of `reference` are equal.
     """
     mean, std = reference.mean(0), reference.std(0) + 1e-9
     _, lengths, axes = np.linalg.svd((reference - mean) / std, full_matrices=False)
     count = min(_COMPONENTS, len(reference) // 2, int((lengths > max(_LEAST_SPREAD * lengths[0], 1e-3)).sum()))
     scaled = axes[:count].T / lengths[:count] * math.sqrt(len(reference))
-    return [(each - mean) / std @ scaled for each in features]
+    return [((each - mean) / std @ scaled).clip(-_FARTHEST, _FARTHEST) for each in features]
 
 
 class KernelDistance:
@@ -50,7 +53,7 @@ class KernelDistance:
             for (one, other), counted in zip(pairs, self._counted, strict=True)
         ]
 
-    def __call__(self, rows: Floats, others: Floats | None = None) -> Floats:
+    def __call__(self, rows: NDArray[Any], others: Floats | None = None) -> Floats:
         """Return the distance for weights of `pooled` [T, N] and of `others` [T, M] (None = 1); NaN without pairs."""
         weights = np.ones((1, len(self._counted[1]))) if others is None else others
         sides = (rows, rows), (weights, weights), (rows, weights)
@@ -82,16 +85,18 @@ def frechet_distances(pooled: Floats, sides: NDArray[np.bool_], others: Floats) 
     Biased: equal sets have a distance above 0 that falls with their number, so only sets of one size compare.  NaN if
     there are fewer than twice as many rows as components.
     """
-    if min(len(others), int(sides.sum(1).min())) < 2 * others.shape[1] or not others.shape[1]:
-        return np.full(len(sides), math.nan)
+    found = np.full(len(sides), math.nan)
+    known = (sides.sum(1) >= 2 * others.shape[1]) & (len(others) >= 2 * others.shape[1] > 0)
+    if not known[0]:
+        return found
     values, axes = np.linalg.eigh(_covariance(others))
     root = axes * np.sqrt(values.clip(min=0)) @ axes.T
-    means = sides @ pooled / sides.sum(1)[:, None]
-    covariances = np.stack([_covariance(pooled[side]) for side in sides])
+    means = np.stack([pooled[side].mean(0) for side in sides[known]])
+    covariances = np.stack([_covariance(pooled[side]) for side in sides[known]])
     shared = np.sqrt(np.linalg.eigvalsh(root @ covariances @ root).clip(min=0)).sum(1)
     spread = covariances.trace(axis1=1, axis2=2) + values.sum() - 2 * shared
-    distances: Floats = np.square(means - others.mean(0)).sum(1) + spread
-    return distances
+    found[known] = np.square(means - others.mean(0)).sum(1) + spread
+    return found
 
 
 def _covariance(rows: Floats) -> Floats:

@@ -7,25 +7,24 @@ is NaN, with the reading "unknown".
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import avg_pool3d
 
 from vesuvius.config import AugmentConfig
 from vesuvius.generate.evaluate.classifiers import area_under_curve, kernel_scores, patch_features, two_sample_scores
+from vesuvius.generate.evaluate.copies import nearest_distances
 from vesuvius.generate.evaluate.distances import KernelDistance, frechet_distances, whitened
+from vesuvius.generate.evaluate.fields import FIELDS, chord_distances, figures, measure_field, otsu_threshold
 from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, share_voxels
+from vesuvius.generate.evaluate.seams import find_seams, plane_changes
 from vesuvius.predict.progress import one_thread
 from vesuvius.training.validation.texture import (
     PatchTexture,
@@ -48,10 +47,6 @@ _LEAST_TEST = 8
 _ENOUGH = 256  # samples that a classifier needs, roughly, to learn their defects
 COPIES = "copies"
 _NEAR = 0.5
-_POSITIONS, _CHUNK = 2**19, 2**13  # positions in the training volume to compare, roughly, and positions at a time
-_POINTS, _CANDIDATES = 256, 32
-_LEAST_STD = 0.05  # standard deviation in model values below which a patch has no texture
-_DARKEST = 1.2  # limit of |model value|; air far below the material would dominate
 
 
 def _difference(key: str) -> Callable[[Texture, Texture], float]:
@@ -98,9 +93,13 @@ class Comparison:
 
 
 def compare(
-    generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: Sequence[int]
+    generated: PatchSet,
+    real: RealPatches,
+    augment: AugmentConfig,
+    classifier_steps: Sequence[int],
+    volume: Any = None,
 ) -> Comparison:
-    """Measure all metrics; copies are searched in the symmetries of `augment`.
+    """Measure all metrics; copies are searched in the symmetries of `augment`, and seams in a generated `volume`.
 
     The classifiers learn real patches from the first of `real.sides` and are tested on the second: held-out patches may
     show other structures, so that the AUC of a perfect model would not be 0.5.
@@ -119,8 +118,12 @@ def compare(
             ]
             measured = {name: pool.map(measure_patch, each.values) for name, each in sets.items()}
             described = {name: pool.map(patch_features, each.values) for name, each in every.items()}
+            threshold = otsu_threshold(np.concatenate([side.values for side in real.sides]))
+            structure = {
+                name: pool.map(partial(measure_field, threshold=threshold), each.values) for name, each in sets.items()
+            }
             train = partial(two_sample_scores, efforts=classifier_steps)
-            named = [(f"auc_{steps}" if n else "auc", f"classifier AUC, {steps} steps")
+            named = [(f"auc_{steps}" if n else "auc", f"classifier AUC at {steps} steps")
                      for n, steps in enumerate(classifier_steps)]  # fmt: skip
             aucs = classifier_auc(*compared, [each.values for each in compared], train, named, pool.map)
             features = {name: np.stack(list(each)) for name, each in described.items()}
@@ -130,7 +133,10 @@ def compare(
             *compared, [*shown, features["generated"]], kernel_scores, [("features_auc", "AUC of fixed features")]
         )
         metrics = _textures(parts, generated.groups(), real.training.groups())
+        metrics += _fields(sets, {name: np.stack(list(each)) for name, each in structure.items()})
         metrics += _feature_distances(sets, features)
+    if volume is not None:
+        metrics.append(_seams(volume, max(real.searched, key=np.size)))
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
     return Comparison((*metrics, *aucs, copies), {name: combine_textures(each) for name, each in parts.items()})
 
@@ -150,7 +156,7 @@ def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
             yield rng.permutation(total)[group] < count
 
 
-def family_p(found: Sequence[float], by_chance: Sequence[Sequence[float]]) -> list[float]:
+def family_p(found: Sequence[float] | Floats, by_chance: Sequence[Sequence[float]] | Floats) -> list[float]:
     """Return for each of several metrics how often, by chance, *any* of them is as unlikely; NaN if unknown.
 
     `by_chance` has the values of each permutation.  The larger a value, the less likely: its rank among all
@@ -166,56 +172,91 @@ def family_p(found: Sequence[float], by_chance: Sequence[Sequence[float]]) -> li
         values = table[rows, column]
         chances[rows, column] = 1 - np.searchsorted(np.sort(values), values) / len(values)
     smallest = chances.min(1)
+    chance = (smallest <= chances[0][:, None] + 1e-9).mean(1)
+    return [float(p) for p in np.where(known, chance, math.nan)]
+
+
+def _sides(one: Ints, other: Ints) -> NDArray[np.bool_]:
+    """Return which patches of both sets are on the first side, [T, N]: as they are, then in each permutation."""
+    return np.stack([np.arange(len(one) + len(other)) < len(one), *permutations(one, other)])
+
+
+def _family(
+    named: Mapping[str, str],
+    far: tuple[Floats, Floats],
+    values: Mapping[str, dict[str, float]],
+    notes: Mapping[str, str],
+) -> list[Metric]:
+    """Return the metrics of a family; `far` has their distances from held-out patches for both sides, each [T, M]."""
+    chances = family_p((far[0] - far[1])[0], (far[0] - far[1])[1:])
     return [
-        float((smallest <= chance + 1e-9).mean()) if is_known else math.nan
-        for chance, is_known in zip(chances[0], known, strict=True)
+        Metric(key, name, values.get(key, {}), float(distance), float(floor), p, notes.get(key, ""))
+        for (key, name), distance, floor, p in zip(named.items(), far[0][0], far[1][0], chances, strict=True)
     ]
 
 
 def _textures(parts: dict[str, list[PatchTexture]], generated: Ints, training: Ints) -> list[Metric]:
     """Return the texture metrics; `generated` and `training` are the groups of these patches."""
     whole = {name: combine_textures(each) for name, each in parts.items()}
-    real, pooled = whole["held_out"], [*parts["generated"], *parts["training"]]
-    swapped = [
-        tuple(combine_textures([pooled[row] for row in np.flatnonzero(rows)]) for rows in (side, ~side))
-        for side in permutations(generated, training)
-    ]
-    metrics, names, fars = [], [name for name, _ in _TEXTURES.values()], [far for _, far in _TEXTURES.values()]
-    distances = [(far(whole["generated"], real), far(whole["training"], real)) for far in fars]
-    chances = family_p(
-        [distance - floor for distance, floor in distances],
-        [[far(one, real) - far(other, real) for far in fars] for one, other in swapped],
+    pooled, sides = [*parts["generated"], *parts["training"]], _sides(generated, training)
+
+    def far(rows: NDArray[np.bool_]) -> list[float]:
+        texture = combine_textures([pooled[row] for row in np.flatnonzero(rows)])
+        return [distance(texture, whole["held_out"]) for _, distance in _TEXTURES.values()]
+
+    values = {
+        key: {of: float(getattr(each, key)) for of, each in whole.items()}
+        for key in _TEXTURES
+        if hasattr(whole["held_out"], key)
+    }
+    names = {key: name for key, (name, _) in _TEXTURES.items()}
+    return _family(names, (np.array([*map(far, sides)]), np.array([*map(far, ~sides)])), values, {})
+
+
+def _fields(sets: dict[str, PatchSet], sums: dict[str, Floats]) -> list[Metric]:
+    """Return the metrics of material and pores; `sums` are those of each patch, by `measure_field`."""
+    sides = _sides(sets["generated"].groups(), sets["training"].groups())
+    real, pooled = sums["held_out"].sum(0), np.concatenate([sums["generated"], sums["training"]])
+    of_sides, of_real = [figures(each @ pooled) for each in (1.0 * sides, 1.0 * ~sides)], figures(real[None])
+    shape = sets["generated"].values.shape[1:]
+    one, other = (
+        np.stack(
+            [*(abs(found[key] - of_real[key]) for key in FIELDS), chord_distances(1.0 * side @ pooled, real, shape)], 1
+        )
+        for found, side in zip(of_sides, (sides, ~sides), strict=True)
     )
-    for key, name, (distance, floor), p in zip(_TEXTURES, names, distances, chances, strict=True):
-        values = {of: float(getattr(each, key)) for of, each in whole.items()} if hasattr(real, key) else {}
-        metrics.append(Metric(key, name, values, distance, floor, p))
-    return metrics
+    each = {"generated": of_sides[0], "held_out": of_real, "training": of_sides[1]}
+    values = {key: {of: float(found[key][0]) for of, found in each.items()} for key in FIELDS}
+    return _family(FIELDS | {"chord_distance": "chord length distance"}, (one, other), values, {})
+
+
+def _seams(volume: Any, training: Voxels) -> Metric:
+    """Return whether planes of a regular grid differ more from the next ones than those of a training volume do."""
+    found, real = (find_seams(plane_changes(each)) for each in (volume, training))
+    scores = found.scores - real.scores
+    (p,) = family_p([scores[0] if found.ratio > 0 else math.nan], scores[1:, None])
+    values = {"generated": found.ratio, "training": real.ratio}
+    note = f"every {found.period} voxels along {'zyx'[found.axis]}" if p < LEVEL else ""
+    return Metric("seams", "change at seams", values, found.ratio - 1, real.ratio - 1, p, note)
 
 
 def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -> list[Metric]:
     """Return KID and Frechet distance of fixed features, in components of the training patches of both sides."""
     reference = np.concatenate([features["side 0"], features["side 1"]])
     generated, held_out, training = whitened([features[name] for name in sets], reference)
-    pooled, count = np.concatenate([generated, training]), len(generated)
+    pooled, count, real = np.concatenate([generated, training]), len(generated), sets["held_out"]
     within = np.zeros((len(pooled), len(pooled)), np.bool_)
     within[:count, :count] = share_voxels(sets["generated"], sets["generated"])
     within[count:, count:] = share_voxels(sets["training"], sets["training"])
-    real = sets["held_out"]
     across = np.concatenate([share_voxels(sets[name], real) for name in ("generated", "training")])
     kid = KernelDistance(pooled, held_out, (within, share_voxels(real, real), across))
-    groups = [sets[name].groups() for name in sets]
-    sides = np.stack([np.arange(len(pooled)) < count, *permutations(groups[0], groups[2])])
-    far = np.stack([[kid(each), frechet_distances(pooled, each > 0, held_out)] for each in (1.0 * sides, 1.0 * ~sides)])
-    found = far[0] - far[1]  # [metrics, permutations]
-    chances = family_p(found[:, 0].tolist(), found[:, 1:].T.tolist())
-    interval = kid.interval(groups[0], groups[1])
-    notes = ["95 % interval of the distance {:.2g} to {:.2g}".format(*interval), ""]
-    metrics = []
-    for row, (key, name) in enumerate((("kid", "kernel distance (KID)"), ("frechet", "Frechet distance"))):
-        distance, floor = far[:, row, 0].tolist()
-        note = notes[row] if math.isfinite(chances[row]) else "too few patches"
-        metrics.append(Metric(key, name, {}, distance, floor, chances[row], note, None if row else interval))
-    return metrics
+    sides = _sides(sets["generated"].groups(), sets["training"].groups())
+    one, other = (np.stack([kid(1.0 * each), frechet_distances(pooled, each, held_out)], 1) for each in (sides, ~sides))
+    low, high = kid.interval(sets["generated"].groups(), real.groups())
+    names = {"kid": "kernel distance (KID)", "frechet": "Frechet distance"}
+    notes = {"kid": f"95 % {low:.2g} to {high:.2g}"}
+    metrics = _family(names, (one, other), {}, notes)
+    return [replace(metrics[0], interval=(low, high)), metrics[1]]
 
 
 def classifier_auc(
@@ -246,7 +287,7 @@ def classifier_auc(
         by_chance = [[area_under_curve(p[side], p[~side]) for p in pooled] for side in permutations(*groups)]
         areas.append([area_under_curve(*each) for each in efforts])
         chances.append(family_p(areas[-1], by_chance))
-    metrics, weak = [], "" if len(other) >= _ENOUGH else f"; {len(other)} samples are a weak test"
+    metrics, weak = [], "" if len(other) >= _ENOUGH else f", {len(other)} samples: weak test"
     for column, (key, name) in enumerate(named):
         area = float(np.mean([each[column] for each in areas])) if areas else math.nan
         known = [each[column] for each in chances if math.isfinite(each[column])]
@@ -285,73 +326,3 @@ def _copies(generated: Floats, held_out: Floats, groups: Ints, held_out_groups: 
     by_chance = [[share(pooled[s]) - share(pooled[~s])] for s in permutations(groups, held_out_groups)]
     (p,) = family_p([distance], by_chance)
     return Metric(COPIES, "share of copies", values, distance, None, p)
-
-
-def nearest_distances(regions: Sequence[Voxels], patches: Voxels, augment: AugmentConfig) -> Floats:
-    """Return the share of each patch's variance that the most similar part of the training volume leaves unexplained.
-
-    Compares at every shift and in every symmetry of training, regardless of brightness and contrast: all positions at
-    some points of a downsampled copy, then the best ones at points of the voxels, at nearby shifts.  `regions` are
-    boxes of training voxels, no smaller than a patch.  Returns [N]; 0 = a copy, NaN = the patch has no texture.
-    """
-    regions, patches = [region.clip(-_DARKEST, _DARKEST) for region in regions], patches.clip(-_DARKEST, _DARKEST)
-    rng, shape, found = np.random.default_rng(0), patches.shape[1:], np.full(len(patches), math.nan)
-    coarse = next((c for c in range(1, 8) if sum(region.size for region in regions) <= _POSITIONS * c**3), 8)
-    factors = [max(1, min(coarse, size // 4)) for size in shape]
-    window = [size // factor for size, factor in zip(shape, factors, strict=True)]
-    fine_points = rng.integers(0, np.array(shape)[:, None], (3, _POINTS))
-    coarse_points = rng.permutation(np.indices(window).reshape(3, -1), axis=1)[:, :_POINTS]
-    flips = [axes for n in range(4) for axes in itertools.combinations((0, 1, 2), n)] if augment.flip else [()]
-    turns = range(4 if augment.rot90 else 1)  # two quarter turns mirror y and x
-    symmetries = [(axes, turn) for axes in flips for turn in turns if not (2 in axes and augment.rot90)]
-
-    def turned(patch: Voxels) -> list[Voxels]:
-        """Return the patch in every symmetry, as views: copies would take gigabytes."""
-        return [np.rot90(np.flip(patch, axes), turn, (1, 2)) for axes, turn in symmetries]
-
-    textured = [row for row, patch in enumerate(patches) if patch.std() >= _LEAST_STD]
-    wanted = [each for row in textured for each in turned(_pooled(patches[row], factors))]
-    # Keep the best of each chunk of positions: layers look alike along their length, so one global best may be wrong.
-    runs = list[tuple[int, Tensor, Ints]]()  # region, fit and position of the best
-    for number, picture in enumerate(_pooled(region, factors) for region in regions if wanted):
-        every = _positions([(0, size - part + 1) for size, part in zip(picture.shape, window, strict=True)])
-        for first in range(0, len(every), _CHUNK):
-            best = _fits(picture, every[first : first + _CHUNK], coarse_points, wanted).max(0)
-            runs.append((number, best.values, every[first + best.indices.numpy()]))
-    for n, row in enumerate(textured):
-        shown, columns = turned(patches[row]), slice(n * len(symmetries), (n + 1) * len(symmetries))
-        fits = torch.stack([values[columns] for _, values, _ in runs])
-        nearest = 0.0
-        for flat in fits.flatten().topk(min(_CANDIDATES, fits.numel())).indices.tolist():
-            run, way = divmod(flat, len(symmetries))
-            number, _, places = runs[run]
-            last = np.subtract(regions[number].shape, shape)
-            low = np.clip(places[columns][way] * factors - factors, 0, last)
-            high = np.minimum((places[columns][way] + 1) * factors, last) + 1
-            around = _positions(list(zip(low, high, strict=True)))
-            nearest = max(nearest, float(_fits(regions[number], around, fine_points, [shown[way]]).max()))
-        found[row] = 1 - nearest**2
-    return found
-
-
-def _pooled(voxels: Voxels, factors: list[int]) -> Voxels:
-    return avg_pool3d(torch.from_numpy(voxels)[None], factors)[0].numpy()
-
-
-def _positions(ends: Sequence[tuple[int, int]]) -> Ints:
-    """Return all positions in the half-open ranges `ends`: [N, 3]."""
-    return np.stack(np.meshgrid(*(np.arange(*pair) for pair in ends), indexing="ij"), -1).reshape(-1, 3)
-
-
-def _fits(voxels: Voxels, places: Ints, points: Ints, wanted: Sequence[Voxels]) -> Tensor:
-    """Return the correlation of voxels at `points` relative to each position with each wanted patch: [N, wanted]."""
-
-    def standardized(rows: Tensor) -> Tensor:
-        """Subtract the mean and scale to length 1; rows with hardly any texture become 0."""
-        rows = rows - rows.mean(1, keepdim=True)
-        length = rows.norm(dim=1, keepdim=True)
-        return torch.where(length < _LEAST_STD * math.sqrt(rows.shape[1]) / 2, 0.0, rows / length.clamp(min=1e-9))
-
-    starts, offsets = (torch.from_numpy(np.ravel_multi_index(tuple(p), voxels.shape)) for p in (places.T, points))
-    found = standardized(torch.from_numpy(voxels.ravel())[starts[:, None] + offsets])
-    return found @ standardized(torch.from_numpy(np.stack([part[tuple(points)] for part in wanted]))).T

@@ -53,12 +53,21 @@ class PatchSet:
         return len(self.values)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether they are cut from one generated volume."""
+        return self.locations is not None and bool((self.locations[:, 0] < 0).all())
+
+    @property
     def is_conditional(self) -> bool:
         """Whether they were generated with conditions from known locations in the run's volumes."""
         return self.locations is not None and bool((self.locations[:, 0] >= 0).all())
 
-    def groups(self, edge: int = 1) -> NDArray[np.int64]:
-        """Return the cell of `edge` patches per axis of each patch, [N]; patches of one cell count as one in tests."""
+    def groups(self, edge: int = 2) -> NDArray[np.int64]:
+        """Return the cell of `edge` patches per axis of each patch, [N]; patches of one cell count as one in tests.
+
+        With cells of one patch, which share most voxels across their borders, families of equal sets cut densely from
+        two volumes differ in 22 % of all tables instead of 5 %.
+        """
         if self.locations is None:
             return np.arange(len(self))
         found = self.locations // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)
@@ -147,6 +156,8 @@ class RealSource:
         shown = [augmentation_of(seed, self.data.plan.augment, row) for row in rows]
         raw = apply_symmetries(torch.from_numpy(found.patches[rows]), shown)
         values = normalized(raw, self._scales[locations[:, 0]]).numpy()
+        if not np.isfinite(values).all():
+            raise DataError("Patches of the run's volumes contain NaN or infinity; replace them and train again")
         return PatchSet(to_model_values(to_intensities(values, *self.stored_as), self.stored_as[0]), locations)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
@@ -218,7 +229,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
     `volume_index`.
     """
     folder = path if (path / SAMPLES).is_dir() else None
-    array = _opened(folder / SAMPLES if folder else path)
+    array = open_array(folder / SAMPLES if folder else path)
     shape = tuple(array.shape)
     if len(shape) == 3:
         return _cut(array, patch_zyx, count, path)
@@ -250,7 +261,7 @@ def _cut(volume: Any, patch_zyx: Triple, count: int, path: Path) -> PatchSet:
     return PatchSet(stored, np.array([(-1, *start) for start in starts], np.int64))
 
 
-def _opened(path: Path) -> Any:
+def open_array(path: Path) -> Any:
     if not path.exists():
         raise ConfigError(f"--generated {path} does not exist; use a .npy file or a zarr array")
     try:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,9 @@ Float64 = NDArray[np.float64]
 
 # Wider than -1 ... 1, the range of material: masked air lies below, and a network may exceed both ends.
 HISTOGRAM_EDGES: Float64 = np.linspace(-3, 3, 97)
-_AIR_BELOW = -1.5
+AIR_BELOW = -1.5
 _FIRST_SHELL = 2
 _CORNER = 24  # voxels
-_BINOMIAL = np.array([1, 4, 6, 4, 1]) / 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def combine_textures(patches: Sequence[PatchTexture]) -> Texture:
     covariances = [np.mean(products, axis=0) - np.mean(means) ** 2 for products in along]
     return Texture(
         histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
-        air=float(counts[HISTOGRAM_EDGES[:-1] < _AIR_BELOW].sum() / counts.sum()) if counts.any() else math.nan,
+        air=float(counts[HISTOGRAM_EDGES[:-1] < AIR_BELOW].sum() / counts.sum()) if counts.any() else math.nan,
         frequency=frequency,
         power=np.mean([patch.power for patch in finite], axis=0) if finite else np.full_like(frequency, math.nan),
         correlation=tuple(covariance / covariance[0] for covariance in covariances if covariance[0] > 0),
@@ -100,21 +100,24 @@ def _structure(values: Float64) -> Float64:
     ends = [[slice(None)] if size <= 2 * _CORNER else [slice(_CORNER), slice(-_CORNER, None)] for size in values.shape]
     sums = np.zeros(2)
     for corner in itertools.product(*ends):
-        smooth = _blurred(values[corner])
+        smooth = blurred(values[corner])
         slopes = [np.gradient(smooth, axis=axis) if size > 1 else 0 * smooth for axis, size in enumerate(smooth.shape)]
         tensor = np.zeros((*smooth[::2, ::2, ::2].shape, 3, 3))
         for i, j in zip(*np.tril_indices(3), strict=True):  # the triangle that eigvalsh reads
-            tensor[..., i, j] = _blurred(_blurred(slopes[i] * slopes[j]))[::2, ::2, ::2]
+            tensor[..., i, j] = blurred(blurred(slopes[i] * slopes[j]))[::2, ::2, ::2]
         _, middle, largest = np.moveaxis(np.linalg.eigvalsh(tensor), -1, 0)
         sums += (largest - middle).sum(), largest.sum()
     return sums
 
 
-def _blurred(values: Float64) -> Float64:
+def blurred(values: NDArray[Any]) -> NDArray[Any]:
     """Smooth along each axis with the binomial (1, 4, 6, 4, 1) / 16 (deviation 1 voxel); edges are repeated."""
     for axis in range(3):
-        padded = np.pad(values, [(2, 2) if other == axis else (0, 0) for other in range(3)], "edge")
-        values = np.lib.stride_tricks.sliding_window_view(padded, len(_BINOMIAL), axis) @ _BINOMIAL
+        padded = np.moveaxis(
+            np.pad(values, [(2, 2) if other == axis else (0, 0) for other in range(3)], "edge"), axis, 0
+        )
+        smooth = 6 * padded[2:-2] + 4 * (padded[1:-3] + padded[3:-1]) + (padded[:-4] + padded[4:])
+        values = np.moveaxis(smooth / 16, 0, axis)
     return values
 
 
