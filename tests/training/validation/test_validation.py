@@ -292,7 +292,7 @@ def test_the_judged_bins_of_a_spectral_schedule_are_named_by_the_sigma_at_their_
     np.testing.assert_allclose(np.log10(bin_sigmas(Schedule.from_config(config))), exponents, atol=2e-3)
 
 
-def test_what_has_no_linear_error_to_compare_with_is_unknown() -> None:
+def test_a_ratio_to_a_filter_without_error_is_unknown() -> None:
     """Constant patches: the stationary Wiener filter makes no error."""
     some = Losses(0.5, (0.5, 0.5), (0.25, 4.0), 1.0)
     none = Losses(0.5, (0.5, 0.5), (math.inf, math.inf), math.nan)
