@@ -26,6 +26,7 @@ from vesuvius.volume_tools.topology import (
     boundaries,
     distance,
     facing,
+    grown,
     nearest,
     topologies,
     topology,
@@ -213,16 +214,12 @@ class _Work:
             source = tuple(index[where] for index in to)
             self.instances[where], self.classes[where] = instances[source], classes[source]
         else:
-            inside = instances != 0
+            inside, steps = instances != 0, math.ceil(-voxels)
             edge = inside & (boundaries(instances) != 0)
             core = inside & ((distance(nearest(edge)) > -voxels - 1) if edge.any() else True)
-            thin, gone = inside, inside & ~core
-            if core.any():  # parts that would vanish, and what joins them to the core, stay
-                to = nearest(core)
-                thin = inside & ((distance(to) > 0.8 - voxels) | (instances[tuple(to)] != instances))
-            if thin.any():
-                gone &= distance(nearest(thin)) > 2 - voxels
-            self.clear(gone)
+            # parts that would vanish, and what joins them to the core, stay
+            thin = inside & ~grown(core, instances, steps + 1)
+            self.clear(inside & ~core & ~grown(thin, instances, steps + 2))
         self.drop_specks()
         after = topologies(self.instances)
         self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
