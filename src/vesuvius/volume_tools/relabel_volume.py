@@ -64,7 +64,7 @@ def relabel_volume(request: RelabelRequest) -> dict[str, Any]:
         if not (unfinished := [out for out in outs if not is_finished(out, record, RELABEL)]):
             report: dict[str, Any] = finished_record(request.out, RELABEL)["counts"]
             return report
-        log.info("changing %s voxels; this takes about 4 s per million", format_sizes(shape_of(box)))
+        log.info("changing %s voxels; about 2 s of a core per million", format_sizes(shape_of(box)))
         first, second = [*(volume.read(box) for volume in volumes.values()), None][:2]
         classes, ids = (None, first) if request.boundary else (first, second)
         changed = change_labels(classes, ids, request.changes, request.seed)
