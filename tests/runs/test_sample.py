@@ -226,7 +226,7 @@ def test_an_earlier_checkpoint_of_the_run_guides(tmp_path: Path, capsys: pytest.
     assert "is not earlier than" in capsys.readouterr().err
     within = ("--residual-guidance", 2, "--guide", earlier)
     some = drawn(tmp_path / "some", "--count", 2, *within).record["evaluations_per_sample"]
-    assert some == 3 + 2, "of the three levels, one lies outside of the interval"
+    assert some == 3 + 1, "of the three levels, two lie outside of the interval"
     assert ends("--out", tmp_path / "one.zarr", "--shape", "8,16,16", "--dry-run", *within) == 0
     assert f"1 tiles, {some} network evaluations of a tile" in capsys.readouterr().out
     volume = ("--shape", "12,24,24", "--workers", 1)
@@ -256,7 +256,7 @@ def test_residual_guidance_has_levels_to_act_on_and_records_them(
     assert ends(*guided, "--residual-guidance-interval", "null") == 0
     assert "already complete" in capsys.readouterr().out
     assert ends(*guided) == 2
-    assert "residual_guidance_interval [0.3, 10.0] (was null)" in capsys.readouterr().err
+    assert "residual_guidance_interval [1.0, 30.0] (was null)" in capsys.readouterr().err
 
 
 @in_plain

@@ -41,7 +41,7 @@ KEYS = {
     ),
     "residual_guidance_interval": (
         "diffusion.residual_guidance_interval",
-        "noise levels in which it applies, such as 0.3,10; null = all",
+        "noise levels in which it applies, such as 1,30; null = all",
     ),
     "amp": ("training.amp", "auto, off, bf16 or fp16"),
 }
