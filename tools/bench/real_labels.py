@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -34,12 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import segment_fibsem as fibsem
 import torch
 import yaml
 import zarr
 from numpy.typing import NDArray
+from PIL import Image
 from scipy import ndimage
-from segment_fibsem import UNet, adapted_rand_error, boundaries, components, dice, variation_of_information
 from torch import nn
 
 import vesuvius
@@ -51,13 +53,12 @@ ARMS = ("real", "aug", "warped", "pairs", "changed", "all")
 COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3
 UNLABELED, CLASSES = 3, 4  # classes: 0 inside of a body, 1 next to another body, 2 background
 INTENSITIES = {"low": 60.0, "high": 205.0}  # mapped to -1 and +1 in the diffusion model
-PRETRAINING, TRAINING, SAMPLER_STEPS, PAIRS = 1000, 500, 16, 48
+MODEL_STEPS, SAMPLER_STEPS, PAIRS = (600, 400), 16, 48  # without labels, then with boxes
 GUIDANCES, JUDGED = (1.0, 1.5, 2.0), 8  # the first that suits JUDGED tiles is used
 WARP = 1.5  # root mean square displacement of a warped copy, voxels
-CHANGES = Changes(deform=2.0, bend=2.0)
+DEFORM, BEND = 2.0, 2.0  # of changed labels
 STEPS, BATCH, WIDTHS, RATE = 300, 2, (8, 32, 64), 4e-3  # of the segmenter
 SEED_THRESHOLDS, LEAST_SEED_VOXELS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2), 300
-T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t for 1, 2, ... degrees of freedom
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.int32]
@@ -78,7 +79,7 @@ def parts(depth: int) -> dict[str, slice]:
 
 def classes_of(ids: Labels) -> NDArray[np.uint8]:
     """Return 0 inside of bodies, 1 next to another body, 2 in the background (id 0)."""
-    touching = boundaries(torch.from_numpy(ids)).numpy() > 0
+    touching = fibsem.boundaries(torch.from_numpy(ids)).numpy() > 0
     return np.where(ids == 0, 2, touching).astype(np.uint8)
 
 
@@ -119,11 +120,11 @@ def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, le
     return scan.astype(np.float32), walls.astype(np.float32)
 
 
-def train_segmenter(real: Sequence[Source], drawn: Sequence[Source], seed: int, arm: str) -> tuple[UNet, float]:
+def train_segmenter(real: Sequence[Source], drawn: Sequence[Source], seed: int, arm: str) -> tuple[fibsem.UNet, float]:
     """Train a U-Net; if there are drawn sources, every other patch is from them.  Returns the last loss, too."""
     torch.manual_seed(seed)
     rng, least = np.random.default_rng((seed, 1)), float(real[0][1].mean()) if arm == "all" else 0.0
-    network = UNet(WIDTHS).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    network = fibsem.UNet(WIDTHS).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
     for _ in range(STEPS):
@@ -157,29 +158,12 @@ def segment(probability: Floats, threshold: float) -> Labels:
     return ndimage.watershed_ift((255 * probability).astype(np.uint8), seeds)
 
 
-def fusions(truth: Labels, found: Labels, within: int) -> list[tuple[int, int]]:
-    """Return (fused, all) pairs of bodies with 0, 1, ... `within` free voxels between them at their nearest approach.
-
-    A pair is fused if most of both is the same found body.
-    """
-    ids = [int(each) for each in np.unique(truth) if each]
-    mostly = {body: int(np.bincount(found[truth == body]).argmax()) for body in ids}
-    pairs = np.zeros((within + 1, 2), int)
-    for number, body in enumerate(ids):
-        gaps = ndimage.distance_transform_cdt(truth != body, "taxicab") - 1
-        nearest = ndimage.minimum(gaps, truth, ids[number + 1 :]) if ids[number + 1 :] else []
-        for other, gap in zip(ids[number + 1 :], nearest, strict=True):
-            if gap <= within:
-                pairs[int(gap)] += (mostly[body] == mostly[other], 1)
-    return [(int(fused), int(count)) for fused, count in pairs]
-
-
 # ---- diffusion model and pairs
 
 
-def train_model(out: Path, unlabeled: Sequence[str], boxes: int = 0) -> Path:
+def train_model(out: Path, unlabeled: Sequence[str], model_steps: Sequence[int], boxes: int = 0) -> Path:
     """Train a diffusion model without labels, or from its weights with labeled boxes; return the checkpoint."""
-    steps = TRAINING if boxes else PRETRAINING
+    steps = model_steps[boxes > 0]
     checkpoint = out / "runs" / "model" / "checkpoints" / f"step_{steps:08}"
     if checkpoint.exists():
         return checkpoint
@@ -197,7 +181,7 @@ def train_model(out: Path, unlabeled: Sequence[str], boxes: int = 0) -> Path:
     training = {"workers": 0, "preview_every": 0, "validate_every": 0, "train_batch_size": 2, "save_every": 100}
     training |= {"steps_per_epoch": 100, "epochs": steps // 100, "keep_last": 1}
     if boxes:
-        training["init_from"] = str(train_model(out.parent, unlabeled))
+        training["init_from"] = str(train_model(out.parent, unlabeled, model_steps))
     data = {"volumes": volumes, "patch_size": [PATCH] * 3, "condition_classes": CLASSES}
     config = demo | {
         "name": "model",
@@ -211,11 +195,11 @@ def train_model(out: Path, unlabeled: Sequence[str], boxes: int = 0) -> Path:
     return checkpoint
 
 
-def change(box: Labeled, kind: str, seed: int) -> Labeled:
+def change(box: Labeled, kind: str, contact: float, seed: int) -> Labeled:
     """Warp a box or change its labels, and cut a tile of PATCH^3; the scan fits `warped` labels only."""
     rng, (voxels, ids) = np.random.default_rng((seed, 2)), box
     if kind == "changed":
-        ids = np.asarray(change_labels(None, ids, CHANGES, seed).instances)
+        ids = np.asarray(change_labels(None, ids, Changes(deform=DEFORM, bend=BEND, contact=contact), seed).instances)
     else:
         by = displacement(ids.shape, WARP, [PATCH / 2] * 3, rng)
         voxels, ids = moved(voxels, by), moved(ids, by)
@@ -223,15 +207,15 @@ def change(box: Labeled, kind: str, seed: int) -> Labeled:
     return voxels[at], np.ascontiguousarray(ids[at])
 
 
-def generate(checkpoint: Path, labels: Path, guidance: float, count: int) -> list[NDArray[np.uint8]]:
-    """Generate scans from the first tiles of a row of labels, each tile on its own."""
+def generate(checkpoint: Path, guidance: float, labels: Path, count: int = 0) -> NDArray[np.uint8]:
+    """Generate a scan from labels: from the first tiles of a row, each on its own, or from all as one volume."""
     path = labels.with_name(f"{labels.stem}-{guidance}-{count}.zarr")
     options = {"checkpoint": checkpoint, "condition": labels, "out": path, "seed": 1, "guidance": guidance}
-    options |= {"box": f"0:{PATCH},0:{PATCH},0:{PATCH * count}", "overlap": 0, "steps": SAMPLER_STEPS}
-    options |= {"batch-size": 2, "workers": 1}
+    options |= {"steps": SAMPLER_STEPS, "batch-size": 2, "workers": 1}
+    options |= {"box": f"0:{PATCH},0:{PATCH},0:{PATCH * count}", "overlap": 0} if count else {}
     if not path.exists() and sample.main([f"--{key}={value}" for key, value in options.items()]):
         raise SystemExit(f"{path.name} was not generated")
-    return np.split(np.asarray(vesuvius.open_volume(path)[:]), count, 2)
+    return np.asarray(vesuvius.open_volume(path)[:])
 
 
 def contrast(tiles: Sequence[Labeled]) -> float:
@@ -246,12 +230,15 @@ def contrast(tiles: Sequence[Labeled]) -> float:
 class Study:
     """A scan, its bodies, and the labeled boxes; what belongs to N boxes lies in the folder n<N>."""
 
-    def __init__(self, scan: str, bodies: str, out: Path, unlabeled: Sequence[str], edge: int) -> None:
-        self.voxels, self.ids = (np.asarray(vesuvius.open_volume(path)[:]) for path in (scan, bodies))
-        self.out, self.unlabeled = out, [str(out / "train.zarr"), *unlabeled]
+    def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
+        self.voxels, self.ids = (
+            np.asarray(vesuvius.open_volume(path)[:]) for path in (arguments.scan, arguments.bodies)
+        )
+        self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
+        self.model_steps, self.contact, self.within = arguments.model_steps, arguments.contact, arguments.within
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
-        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, edge, max(COUNTS))
+        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, arguments.edge, max(COUNTS))
         if not (out / "train.zarr").exists():
             write_array(out / "train.zarr", self.training[0])
 
@@ -260,7 +247,7 @@ class Study:
         """Return scan and bodies; in the validation and test parts, bodies are connected components."""
         at = parts(len(self.ids))[name]
         ids = self.ids[at].astype(np.int32)
-        return self.voxels[at], ids if name == "train" else components(ids)
+        return self.voxels[at], ids if name == "train" else fibsem.components(ids)
 
     def source(self, labeled: Labeled) -> Source:
         voxels, ids = labeled
@@ -276,49 +263,76 @@ class Study:
                 write_array(folder / f"box{number}.labels.zarr", classes_of(ids))
         return boxes
 
-    def drawn(self, count: int, arm: str) -> list[Source]:
-        """Return PAIRS tiles of an arm; generate them first if need be."""
-        boxes, folder = self.labeled(count), self.out / f"n{count}"
-        tiles = {k: [change(boxes[n % count], k, n) for n in range(PAIRS)] for k in {"warped", arm} - {"pairs"}}
-        for kind, row in tiles.items():
-            if not (folder / f"{kind}.zarr").exists():
-                write_array(folder / f"{kind}.zarr", np.concatenate([classes_of(ids) for _, ids in row], 2))
-        if arm == "warped":
-            return [self.source(tile) for tile in tiles[arm]]
-        checkpoint, wanted = train_model(folder, self.unlabeled, count), contrast(boxes)
-        ids = [each for _, each in tiles["warped"]]
+    def tiles(self, count: int, kind: str) -> tuple[list[Labeled], Path]:
+        """Return PAIRS tiles from N boxes, and a row of their classes."""
+        boxes, path = self.labeled(count), self.out / f"n{count}" / f"{kind}.zarr"
+        tiles = [change(boxes[number % count], kind, self.contact, number) for number in range(PAIRS)]
+        if not path.exists():
+            write_array(path, np.concatenate([classes_of(ids) for _, ids in tiles], 2))
+        return tiles, path
+
+    def model(self, count: int) -> tuple[Path, float]:
+        """Return the checkpoint for N boxes, and the guidance that suits JUDGED tiles."""
+        (tiles, labels), wanted = self.tiles(count, "warped"), contrast(self.labeled(count))
+        checkpoint = train_model(self.out / f"n{count}", self.unlabeled, self.model_steps, count)
         for guidance in GUIDANCES:
-            apart = contrast([*zip(generate(checkpoint, folder / "warped.zarr", guidance, JUDGED), ids, strict=False)])
+            scans = np.split(generate(checkpoint, guidance, labels, JUDGED), JUDGED, 2)
+            apart = contrast([(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=False)])
             print(f"guidance {guidance}: bodies less walls {apart:.1f}; labeled boxes {wanted:.1f}", flush=True)
             if apart >= wanted:
                 break
-        kind = "warped" if arm == "pairs" else arm
-        scans = generate(checkpoint, folder / f"{kind}.zarr", guidance, PAIRS)
-        return [self.source((scan, ids)) for scan, (_, ids) in zip(scans, tiles[kind], strict=True)]
+        return checkpoint, guidance
 
-    def measure(self, count: int, arm: str, seed: int, within: int | None) -> dict[str, Any]:
+    def drawn(self, count: int, arm: str) -> list[Source]:
+        """Return PAIRS tiles of an arm; generate them first if need be."""
+        tiles, labels = self.tiles(count, "changed" if arm == "changed" else "warped")
+        if arm != "warped":
+            scans = np.split(generate(*self.model(count), labels, PAIRS), PAIRS, 2)
+            tiles = [(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=True)]
+        return [self.source(tile) for tile in tiles]
+
+    def measure(self, count: int, arm: str, seed: int) -> dict[str, Any]:
         """Train a U-Net; choose thresholds on the validation part; return the figures of the test part."""
         started, drawn = time.process_time(), self.drawn(count, arm) if arm in ARMS[2:5] else []
         real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
         network, loss = train_segmenter(real, drawn, seed, arm)
+        torch.save(network.state_dict(), self.out / f"{arm}-n{count}-seed{seed}.pt")
         result: dict[str, Any] = {"arm": arm, "count": count, "seed": seed, "loss": loss}
         for part in ("validation", "test"):
             scan, walls = self.source(self.part(part))
             found, ids = predict(network, scan), self.part(part)[1]
             if part == "validation":
-                edge = max(np.arange(0.1, 0.91, 0.05), key=lambda level: dice(found > level, walls > 0))
-                low = min(SEED_THRESHOLDS, key=lambda low: adapted_rand_error(ids, segment(found, low)))
+                edge = max(np.arange(0.1, 0.91, 0.05), key=lambda level: fibsem.dice(found > level, walls > 0))
+                low = min(SEED_THRESHOLDS, key=lambda low: fibsem.adapted_rand_error(ids, segment(found, low)))
             bodies = segment(found, low)
-            splits, merges = variation_of_information(ids, bodies)
-            figures = {"dice": dice(found > edge, walls > 0), "rand": adapted_rand_error(ids, bodies)}
+            splits, merges = fibsem.variation_of_information(ids, bodies)
+            figures = {"dice": fibsem.dice(found > edge, walls > 0), "rand": fibsem.adapted_rand_error(ids, bodies)}
             result[part] = figures | {"splits": splits, "merges": merges}
-        if within is not None:
-            result["fusions"] = fusions(ids, bodies, within)
+        if self.within is not None:  # in blocks, each with its own watershed: sheets that fuse elsewhere do not count
+            starts = itertools.product(*(range(0, size - PATCH + 1, PATCH) for size in ids.shape))
+            blocks = [tuple(slice(at, at + PATCH) for at in start) for start in starts]
+            fused = [fibsem.fusions(ids[block], segment(found[block], low), self.within) for block in blocks]
+            result["fusions"] = np.sum(fused, axis=0).tolist()
         return result | {"edge": float(edge), "low": low, "cpu_s": time.process_time() - started}
+
+    def picture(self, count: int, path: str) -> None:
+        """Show a slice of the test part: scan, bodies, a scan generated from them, and bodies of a U-Net of `pairs`."""
+        at = (slice(0, PATCH), slice(60, 188), slice(60, 188))
+        voxels, ids = (each[at] for each in self.part("test"))
+        if not (labels := self.out / "picture.zarr").exists():
+            write_array(labels, classes_of(np.ascontiguousarray(ids)))
+        row = json.loads((self.out / f"pairs-n{count}-seed0.json").read_text())
+        network = fibsem.UNet(WIDTHS).eval()
+        network.load_state_dict(torch.load(self.out / f"pairs-n{count}-seed0.pt"))
+        found = segment(predict(network, self.source(self.part("test"))[0]), row["low"])[at]
+        shown = [each[PATCH // 2] for each in (voxels, ids, generate(*self.model(count), labels), found)]
+        panels = [each if each.dtype == np.uint8 else fibsem.colored(each, shown[1]) for each in shown]
+        row = [np.broadcast_to(each.reshape(*each.shape[:2], -1), (*each.shape[:2], 3)) for each in panels]
+        Image.fromarray(np.hstack(row).repeat(2, 0).repeat(2, 1)).save(path)
 
 
 def table(out: Path) -> list[str]:
-    """Return means over seeds, and differences to `aug` of the same seed with their 95 % intervals (t)."""
+    """Return means over seeds, and differences to `aug` of the same seed with two standard errors."""
     rows = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
     known = {(row["count"], row["arm"], row["seed"]): row for row in rows}
     titles = (
@@ -350,9 +364,9 @@ def table(out: Path) -> list[str]:
 
 
 def interval(values: Sequence[float], digits: int) -> str:
-    """Format mean and half-width of the 95 % interval: `+4.2 ± 0.8`."""
-    half = T_975[len(values) - 2] * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return f"{np.mean(values):+.{digits}f} ± {half:.{digits}f}" if values else "-"
+    """Format mean and two standard errors: `+4.2 ± 0.8`."""
+    errors = 2 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+    return f"{np.mean(values):+.{digits}f} ± {errors:.{digits}f}" if values else "-"
 
 
 def main() -> None:
@@ -360,24 +374,29 @@ def main() -> None:
     for name in ("scan", "bodies"):
         parser.add_argument(name)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--unlabeled", nargs="*", default=[], metavar="SCAN")
+    parser.add_argument("--unlabeled", type=Path, nargs="*", default=[], metavar="SCAN")
     parser.add_argument("--boxes", type=int, nargs="+", default=list(COUNTS), metavar="N")
     parser.add_argument("--edge", type=int, default=EDGE, help="of a box, voxels")
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
+    parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
+    parser.add_argument("--contact", type=float, default=0, help="share of bodies that `changed` brings together")
     parser.add_argument("--within", type=int, metavar="VOXELS", help="count fused bodies with gaps up to this")
+    parser.add_argument("--picture", metavar="PNG", help="of the last N, once `pairs` has its seed 0")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
-        study = Study(args.scan, args.bodies, out, [str(Path(path).resolve()) for path in args.unlabeled], args.edge)
+        study = Study(args, out)
         for count, seed, arm in ((n, seed, arm) for n in args.boxes for seed in args.seeds for arm in args.arms):
             path = out / f"{arm}-n{count}-seed{seed}.json"
             if not path.exists():
-                path.write_text(json.dumps(study.measure(count, arm, seed, args.within)))
+                path.write_text(json.dumps(study.measure(count, arm, seed)))
                 print(path.read_text(), flush=True)
+        if args.picture:
+            study.picture(args.boxes[-1], args.picture)
     print("\n".join(table(out)))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor, nn
 
 import vesuvius
@@ -148,6 +149,23 @@ def variation_of_information(truth: Labels, found: Labels) -> tuple[float, float
     """Return H(found | truth), the splits, and H(truth | found), the merges, in bits (Meila 2003); without body 0."""
     both, true, predicted = (-float((p * np.log2(p)).sum()) for p in (n / n.sum() for n in overlaps(truth, found)))
     return both - true, both - predicted
+
+
+def fusions(truth: Labels, found: Labels, within: int) -> list[tuple[int, int]]:
+    """Return (fused, all) pairs of bodies with 0, 1, ... `within` free voxels between them at their nearest approach.
+
+    A pair is fused if most of both is the same found body.
+    """
+    ids = [int(each) for each in np.unique(truth) if each]
+    mostly = {body: int(np.bincount(found[truth == body]).argmax()) for body in ids}
+    pairs = np.zeros((within + 1, 2), int)
+    for number, body in enumerate(ids):
+        gaps = ndimage.distance_transform_cdt(truth != body, "taxicab") - 1
+        nearest = ndimage.minimum(gaps, truth, ids[number + 1 :]) if ids[number + 1 :] else []
+        for other, gap in zip(ids[number + 1 :], nearest, strict=True):
+            if gap <= within:
+                pairs[int(gap)] += (mostly[body] == mostly[other], 1)
+    return [(int(fused), int(count)) for fused, count in pairs]
 
 
 def dice(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:

@@ -25,11 +25,11 @@ def test_splits_and_merges_are_bits_and_the_background_counts_for_neither(bench:
     halved[0, 0, 4:] = 9  # a third of the voxels: one more bit
     joined[truth == 2] = 1  # two thirds of the voxels: one more bit
     other = np.where(truth == 0, 7, truth)
-    assert bench.variation_of_information(truth, other) == pytest.approx((0, 0), abs=1e-12)
-    assert bench.variation_of_information(truth, halved) == pytest.approx((1 / 3, 0), abs=1e-12)
-    assert bench.variation_of_information(truth, joined) == pytest.approx((0, 2 / 3), abs=1e-12)
-    assert bench.adapted_rand_error(truth, other) == pytest.approx(0, abs=1e-12)
-    assert bench.adapted_rand_error(truth, joined) == pytest.approx(1 - 2 * 3 / (3 + 5))
+    assert bench.fibsem.variation_of_information(truth, other) == pytest.approx((0, 0), abs=1e-12)
+    assert bench.fibsem.variation_of_information(truth, halved) == pytest.approx((1 / 3, 0), abs=1e-12)
+    assert bench.fibsem.variation_of_information(truth, joined) == pytest.approx((0, 2 / 3), abs=1e-12)
+    assert bench.fibsem.adapted_rand_error(truth, other) == pytest.approx(0, abs=1e-12)
+    assert bench.fibsem.adapted_rand_error(truth, joined) == pytest.approx(1 - 2 * 3 / (3 + 5))
 
 
 def test_fused_bodies_are_counted_at_the_gap_of_their_nearest_approach(bench: Any) -> None:
@@ -39,7 +39,7 @@ def test_fused_bodies_are_counted_at_the_gap_of_their_nearest_approach(bench: An
     found = truth.copy()
     found[truth == 3] = 2
     found[0, 0, truth[0, 0] == 1] = 2  # few voxels: not fused
-    assert bench.fusions(truth, found, 3) == [(0, 1), (0, 0), (1, 1), (0, 0)]
+    assert bench.fibsem.fusions(truth, found, 3) == [(0, 1), (0, 0), (1, 1), (0, 0)]
 
 
 def test_the_parts_of_the_volume_are_a_patch_apart(bench: Any) -> None:
