@@ -28,6 +28,7 @@ from vesuvius.training.checkpoint.format import (
     step_of,
     stored_averages,
 )
+from vesuvius.training.checkpoint.progress import Best, Progress
 from vesuvius.training.checkpoint.save import save_checkpoint
 
 CONFIG = "name: tiny\n"
@@ -52,7 +53,8 @@ def save(
     best_step: int | None = None,
     keep_every: int | None = None,
 ) -> Path:
-    state = state_of(step, size) | {"best": best_step and {"step": best_step}}
+    progress = Progress(best=Best(best_step, 0.5) if best_step else None)
+    state = progress.state_dict() | state_of(step, size)
     return save_checkpoint(directory, step, state, CONFIG, TrainingConfig(keep_last=keep_last, keep_every=keep_every))
 
 

@@ -103,7 +103,7 @@ def killed_before(number: int, directory: Path) -> bool:
 
     def act() -> None:
         sys.addaudithook(die)
-        save_checkpoint(directory, 2, state_of(9) | {"best": {"step": 2}}, CONFIG, TrainingConfig(keep_last=1))
+        save_checkpoint(directory, 2, state_of(9) | {"best_judged": {"step": 2}}, CONFIG, TrainingConfig(keep_last=1))
 
     code = in_child(act)
     assert code in (0, -signal.SIGKILL)

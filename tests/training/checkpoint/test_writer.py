@@ -236,7 +236,7 @@ from tests.training.checkpoint.test_writer import writer_in
 directory = Path(sys.argv[1])
 with writer_in(directory, keep_last=1) as writer:
     for step in count(int(sys.argv[2])):
-        writer.save(step, state_of(step, size=2_000_000) | {"best": {"step": step}})
+        writer.save(step, state_of(step, size=2_000_000) | {"best_judged": {"step": step}})
 """
 
 
@@ -258,7 +258,7 @@ def kill_while_saving(directory: Path, times: int, seed: int) -> None:
         assert newest is not None
         state = load_checkpoint(newest)
         assert newest.name == f"step_{state['step']:08d}"
-        assert_same(state, state_of(state["step"], size=2_000_000) | {"best": {"step": state["step"]}})
+        assert_same(state, state_of(state["step"], size=2_000_000) | {"best_judged": {"step": state["step"]}})
         assert find_damage(directory / "best") is None
         assert state["step"] >= first
         first = state["step"] + 1

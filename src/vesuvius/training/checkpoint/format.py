@@ -36,6 +36,8 @@ MANIFEST = "manifest.json"
 STATE = "state.pt"
 CONFIG = "config.yaml"
 BEST = "best"
+BEST_JUDGED = "best_judged"
+"""Key of the best validation in the state; "best" of earlier versions was the mean over all levels: not comparable."""
 REPLACED = ".replaced-"
 """Prefix of a checkpoint while another of the same step replaces it."""
 FORMAT = 3

@@ -21,6 +21,7 @@ from typing import Any
 
 from vesuvius.config import Config
 from vesuvius.runlog.records import JsonLines, Record, read_records
+from vesuvius.training.checkpoint.format import BEST_JUDGED
 from vesuvius.volumes.box import Box
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 FIRST_PREVIEW_S = 90.0
 _PACE_STEPS = 1000  # for the time left; includes some validations and saves
 _CLEARED = "cleared"
-_BEST = "best_judged"  # "best" of earlier versions was the mean over all levels: not comparable
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
@@ -123,7 +123,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _COUNTS} | {
             "quarantined": list(self.quarantined),
-            _BEST: None if self.best is None else vars(self.best).copy(),
+            BEST_JUDGED: None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
         }
@@ -134,7 +134,7 @@ class Progress:
         return cls(
             **{key: state[key] for key in _COUNTS},
             quarantined=list(state["quarantined"]),
-            best=Best(**state[_BEST]) if state.get(_BEST) else None,
+            best=Best(**state[BEST_JUDGED]) if state.get(BEST_JUDGED) else None,
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
         )

@@ -33,6 +33,7 @@ from vesuvius.runlog.held import folder_of, shown, where
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
     BEST,
+    BEST_JUDGED,
     CONFIG,
     FORMAT,
     MANIFEST,
@@ -168,7 +169,7 @@ def save_checkpoint(
     """Write checkpoint `step`, replacing one of the same step, point `best` to the best one, and prune the others.
 
     If `directory` moves meanwhile, the checkpoint is written where it is.  `state` holds tensors and plain data:
-    "averages" by name, each with its "weights" by name; "best" with the "step" of the best checkpoint, or None.
+    "averages" by name, each with its "weights" by name; BEST_JUDGED with the "step" of the best checkpoint, or None.
 
     Raises StorageError: the disk is full or not writable; older checkpoints are untouched, and nothing is left behind.
     """
@@ -200,7 +201,7 @@ def _save_in(folder: Path, step: int, state: dict[str, Any], config_yaml: str, t
         flush_to_disk(folder / "..")  # the folder itself may be new
     finally:
         _clean_up(folder)
-    best_step = best["step"] if (best := state.get("best")) else None
+    best_step = best["step"] if (best := state.get(BEST_JUDGED)) else None
     best_path = folder / f"step_{best_step or 0:08d}"
     if best_path.is_dir() and _linked_best(folder) != best_path.name:  # may lag behind after a kill
         _link_best(best_path)
