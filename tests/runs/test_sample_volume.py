@@ -120,8 +120,10 @@ def test_a_pair_holds_scan_and_labels_on_one_grid_with_its_provenance(
     pairs, box = tmp_path / "pairs", ("--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--seed", 3)
     numbers = np.arange(voxels(Path("labels.zarr")).size, dtype=np.int32).reshape(voxels(Path("labels.zarr")).shape)
     ids = write_group(tmp_path / "ids.zarr", numbers, [8.0] * 3)
-    box = (*box, "--instances", ids)
     assert draws(pairs, *box) == 0
+    box = (*box, "--instances", ids)
+    assert draws(pairs, *box) == 0, "instances are added to a pair"
+    assert "3.zarr is already complete" in capsys.readouterr().out
     scan, labels = pairs / "images" / "3.zarr", pairs / "labels" / "3_labels.zarr"
     with open_volume(pairs / "instances" / "3_instances.zarr") as drawn_ids, open_volume(scan) as one:
         np.testing.assert_array_equal(drawn_ids[:], numbers[4:16, 0:24, 8:32])

@@ -99,10 +99,12 @@ class Inputs:
     def condition(self) -> Volume | None:
         return self.volumes.get("condition")
 
-    def record(self) -> dict[str, Any]:
-        """Return names and fingerprints of the volumes, as plain JSON."""
+    def record(self, *, instances: bool = False) -> dict[str, Any]:
+        """Return names and fingerprints of the volumes that scans depend on, or of the instances, as plain JSON."""
         record = {}
         for name, volume in self.volumes.items():
+            if instances != (name == "instances"):
+                continue
             assert self.shape_zyx is not None
             box = self._alignments[name].array_box(box_at(self._origin, self.shape_zyx))
             record[name] = [volume.name, metadata_hash(volume.array), stored_stamp(volume, box)]

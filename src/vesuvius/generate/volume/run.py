@@ -251,11 +251,12 @@ class _Volume:
         """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""
         outs = {"condition": self.request.labels_out, "instances": self.request.instances_out}
         for name, out in outs.items():
-            if out is None or is_finished(out, self.record, RECORD_KIND):
+            record = self.record | (self.inputs.record(instances=True) if name == "instances" else {})
+            if out is None or is_finished(out, record, RECORD_KIND):
                 continue
             classes, dtype = bool(self._info.config.data.class_values), self.inputs.volumes[name].dtype
             labels = classes or name == "instances"
-            with open_partial(out, self.record, self.plan, dtype, 0, RECORD_KIND, labels) as target:
+            with open_partial(out, record, self.plan, dtype, 0, RECORD_KIND, labels) as target:
                 self._finish(target, partial(self.inputs.read, name), lambda _: self.progress.check())
 
     def write(self, target: PartialCopy, x: BlockArray, used: Blocks) -> None:
@@ -284,7 +285,7 @@ class _Volume:
         target.fill(0, read, on_chunk)
         target.fill_coarser(on_chunk)
         config = redacted(self._info.config.model_dump(mode="json"))
-        replace(target, record=self.record | {"config": config}).publish(self._multiscale | {"name": target.out.stem})
+        replace(target, record=target.record | {"config": config}).publish(self._multiscale | {"name": target.out.stem})
 
     def check_space(self, active: Blocks) -> str:
         """Describe the disk space needed.  Raises StorageError if the disk is too small."""
