@@ -42,6 +42,7 @@ _ROUNDS = 8  # of counts and moves for contacts
 _SPECK = 0.02  # largest share of an instance in a part that rounding cut off, which is given away
 _LEAST_RADIUS = 24.0  # voxels of the bump that a sheet is moved by
 _TRIES = 20  # places tried for each tear
+_TEAR_WIDTH = 4.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class Changes:
     bend: float = 0.0  # root mean square displacement of another one, as long as half the box
     thicken: float = 0.0  # instances grow by it into class 0; negative: they shrink
     tear: int = 0  # strips cut out across instances
-    tear_width: float = 4.0
     contact: float = 0.0  # at least this share of pairs of neighbors comes within `within` voxels
     within: float = 6.0
 
@@ -70,17 +70,20 @@ class Changed:
 def change_labels(classes: Labels | None, instances: Labels | None, changes: Changes, seed: int) -> Changed:
     """Change integer labels (Z, Y, X); the result depends only on the arguments.
 
-    Thickening, moves and tears that would change the topology of an instance otherwise than asked are not done.
+    Thickening and moves that would split an instance are not done, nor tears that would not.
 
     Args:
         classes: 0 where there is nothing; None = there are only instances.
         instances: an id per body or sheet, 0 where there is none; None = unknown, which `deform` and `bend` allow.
 
-    Raises ConfigError: the map would fold, there are no instances to change, ids are negative, or an instance has
-    voxels of class 0.
+    Raises ConfigError: the map would fold, there are no instances to change, ids are negative, an instance has voxels
+    of class 0, or a change is out of range.
     """
     given = instances if classes is None else classes
     assert given is not None
+    for name, low, high in (("contact", 0, 1), ("thicken", -100, 100)):
+        if not low <= (value := getattr(changes, name)) <= high:
+            raise ConfigError(f"--{name} {value:g} is not between {low} and {high}; change it")
     if needing := [name for name in ("thicken", "tear", "contact") if instances is None and getattr(changes, name)]:
         raise ConfigError(f"--{needing[0]} changes instances, but there are only classes; add --instances VOLUME")
     if classes is not None and instances is not None and (bad := np.count_nonzero((instances != 0) & (classes == 0))):
@@ -93,6 +96,8 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
     new_classes, new_instances = None if classes is None else moved(classes, by), None
     if instances is not None:
         ids, numbers = _numbered(instances)
+        if ids.min() < 0:
+            raise ConfigError(f"The instance {ids.min()} is negative; number instances from 1, 0 = none")
         before, near = topologies(numbers), facing(numbers)
         numbers = moved(numbers, by)
         del by
@@ -101,8 +106,10 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         work.known = topologies(work.instances)
         if changes.thicken:
             work.thicken(changes.thicken)
-        for _ in range(changes.tear):
-            work.tear(changes.tear_width, rng[2])
+        if (cut := sum(work.tear(rng[2]) for _ in range(changes.tear))) < changes.tear:
+            log.warning(
+                "%d of %d strips were cut out: at the places tried, others split no instance", cut, changes.tear
+            )
         if changes.contact:
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
@@ -140,6 +147,8 @@ def displacement(
         for wave in waves:  # einsum alone: a BLAS rounds differently with another number of threads
             part = np.einsum("abc,ax->bcx", part, wave)
         by[axis] = part
+    if rms and not by.any():
+        raise ConfigError(f"{list(shape_zyx)} voxels are too few for a map as smooth; lower --deform-length")
     return by * np.float32(rms / math.sqrt(3 * np.mean(np.square(by), dtype=np.float64))) if rms else by
 
 
@@ -181,9 +190,6 @@ class _Work:
     known: dict[int, Topology]  # of each instance, as it is or should be
     torn: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)  # not thickened
-    moves: int = 0
-    dropped_moves: int = 0
-    speck_voxels: int = 0
 
     def clear(self, where: Mask) -> None:
         self.instances[where] = 0
@@ -201,7 +207,6 @@ class _Work:
         if specks.any():
             source = tuple(index[specks] for index in nearest(~specks))
             self.instances[specks], self.classes[specks] = self.instances[source], self.classes[source]
-            self.speck_voxels += int(np.count_nonzero(specks))
 
     def thicken(self, voxels: float) -> None:
         """Grow into free voxels nearest to an instance, or shrink; except for an instance that this would break."""
@@ -230,21 +235,20 @@ class _Work:
             where = np.isin(instances, numbers)
             self.instances[where], self.classes[where] = instances[where], classes[where]
 
-    def tear(self, width: float, rng: np.random.Generator) -> None:
+    def tear(self, rng: np.random.Generator) -> bool:
         """Cut a wavy strip across an instance, in a random direction along its surface at a random voxel."""
         voxels = np.flatnonzero(self.instances)
         for start in rng.choice(voxels, _TRIES) if len(voxels) else ():
             at = np.unravel_index(start, self.instances.shape)
             number, (turn, phase) = int(self.instances[at]), rng.uniform(0, 2 * np.pi, 2)
             around = np.argwhere(self.instances[_box(at, 8, self.instances.shape)] == number)
-            if len(around) < 2:
-                continue
-            normal, *along = np.linalg.eigh(np.cov(around.T))[1].T
+            total = around.sum(0)  # of integers, exact: a flat sheet has no direction of its own, and rounding none
+            normal, *along = np.linalg.eigh(len(around) * around.T @ around - np.outer(total, total))[1].T
             across = np.cos(turn) * along[0] + np.sin(turn) * along[1]
             box = ndimage.find_objects(self.instances, number)[number - 1]
             mask = self.instances[box] == number
-            wave = np.sin(_along(np.cross(normal, across), box, at) * (np.pi / 4 / width) + phase)
-            strip = mask & (abs(_along(across, box, at) + width * wave) <= width / 2)
+            wave = np.sin(_along(np.cross(normal, across), box, at) * (np.pi / 4 / _TEAR_WIDTH) + phase)
+            strip = mask & (abs(_along(across, box, at) + _TEAR_WIDTH * wave) <= _TEAR_WIDTH / 2)
             parts, _ = ndimage.label(strip, np.ones((3, 3, 3)))
             inside = parts[tuple(i - part.start for i, part in zip(at, box, strict=True))]
             strip = parts == inside
@@ -253,7 +257,8 @@ class _Work:
                 self.instances[box][strip] = self.classes[box][strip] = 0
                 self.known[number] = left
                 self.torn.add(number)
-                return
+                return True
+        return False
 
     def bring_together(self, share: float, within: float, rng: np.random.Generator) -> None:
         """Bend one instance of random pairs of neighbors towards the other, until enough pairs are near."""
@@ -275,12 +280,11 @@ class _Work:
                     one, ends = other, ends[::-1]
                 by = gap - rng.uniform(0, max(0.0, within - 0.5))
                 if self._bend(one, ends, by, rng):
-                    needed, self.moves = needed - 1, self.moves + 1
+                    needed -= 1
                 else:
                     failed.add(pair)
             if not used:
                 break
-        self.dropped_moves = len(failed)
 
     def _bend(self, number: int, ends: NDArray[np.int32], by: float, rng: np.random.Generator) -> bool:
         """Move an instance from one voxel to another by a smooth bump; False, and nothing moved, if that breaks it."""
@@ -333,9 +337,6 @@ class _Work:
             "torn": named(self.torn),
             "other_parts": named(changed - self.torn),
             "not_thickened": named(self.kept),
-            "speck_voxels": self.speck_voxels,
-            "moves": self.moves,
-            "moves_dropped": self.dropped_moves,
         }
 
 
@@ -357,17 +358,17 @@ def _along(direction: NDArray[np.float64], box: tuple[slice, ...], origin: Seque
     return total
 
 
-def _numbered(instances: Labels) -> tuple[Labels, NDArray[np.int32]]:
-    """The ids by number, 0 first, and the number of each voxel's id."""
-    ids, numbers = np.unique(instances, return_inverse=True)
-    if ids[0] < 0:
-        raise ConfigError(f"The instance {ids[0]} is negative; number instances from 1, 0 = none")
-    missing = int(ids[0] != 0)
-    return np.insert(ids, 0, 0) if missing else ids, (numbers.reshape(instances.shape) + missing).astype(np.int32)
+def _numbered(labels: Labels) -> tuple[Labels, NDArray[np.int32]]:
+    """The labels by number, 0 first, and the number of each voxel's label."""
+    found = np.unique(labels)
+    found = found[found != 0]
+    numbers = (np.searchsorted(found, labels) + 1) * (labels != 0)
+    return np.concatenate([np.zeros(1, labels.dtype), found]), numbers.astype(np.int32)
 
 
 def _class_rows(when: str, classes: Labels) -> list[dict[str, Any]]:
     """Voxels and topology of each class but 0."""
-    masks = ((label, classes == label) for label in np.unique(classes[classes != 0]).tolist())
-    rows = ({"class": label, "voxels": int(mask.sum()), **topology(mask)._asdict()} for label, mask in masks)
-    return [{"classes": when, **row} for row in rows]
+    labels, numbers = _numbered(classes)
+    voxels, found = np.bincount(numbers.ravel()), topologies(numbers).items()
+    about = [{"class": labels[n].item(), "voxels": int(voxels[n]), **each._asdict()} for n, each in found]
+    return [{"classes": when, **row} for row in about]

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
+from vesuvius.volumes.voxels import euler_sum, pair_slices
+
 Labels = NDArray[Any]
 Mask = NDArray[np.bool_]
 
@@ -30,15 +32,7 @@ def topology(mask: Mask) -> Topology:
     padded = np.pad(mask, 1)
     components = int(ndimage.label(padded, np.ones((3, 3, 3)))[1])
     cavities = int(ndimage.label(~padded)[1]) - 1
-    return Topology(components, components + cavities - _euler(padded), cavities)
-
-
-def _euler(mask: Mask, axis: int = 0) -> int:
-    """Vertices - edges + faces - cubes of the union of closed voxels; the mask has an empty margin."""
-    if axis == 3:
-        return int(np.count_nonzero(mask))
-    low, high = pair_slices(axis)
-    return _euler(mask[low] | mask[high], axis + 1) - _euler(mask, axis + 1)
+    return Topology(components, components + cavities - euler_sum(padded), cavities)
 
 
 def topologies(instances: Labels) -> dict[int, Topology]:
@@ -56,13 +50,6 @@ def boundaries(instances: Labels) -> NDArray[np.uint8]:
         found[low] |= differ
         found[high] |= differ
     return found.view(np.uint8)
-
-
-def pair_slices(axis: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Indices of the first and the second of all pairs of neighbors along an axis."""
-    ends = slice(None, -1), slice(1, None)
-    before, after = (tuple(end if each == axis else slice(None) for each in range(3)) for end in ends)
-    return before, after
 
 
 def grown(mask: Mask, instances: Labels, steps: int) -> Mask:
@@ -119,8 +106,3 @@ def approaches(faces: Faces) -> dict[tuple[int, int], tuple[float, NDArray[np.in
     order = np.lexsort((faces.gaps, faces.ids[1], faces.ids[0]))
     first = order[np.flatnonzero(np.diff(faces.ids[:, order], prepend=-1).any(0))]
     return {(int(faces.ids[0, n]), int(faces.ids[1, n])): (float(faces.gaps[n]), faces.ends[:, :, n]) for n in first}
-
-
-def pair_gaps(instances: Labels) -> dict[tuple[int, int], float]:
-    """Voxels between each pair of neighboring instances (a < b) at their nearest approach; 0 = touching."""
-    return {pair: gap for pair, (gap, _) in approaches(facing(instances)).items()}

@@ -1,4 +1,4 @@
-"""Checks and statistics of voxels of any stored dtype: non-finite values, labels, percentiles."""
+"""Checks and statistics of voxels of any stored dtype: non-finite values, labels, percentiles, Euler number."""
 
 from __future__ import annotations
 
@@ -75,3 +75,22 @@ def percentiles(voxels: NDArray[Any], at: Sequence[float]) -> tuple[float, ...]:
     if voxels.dtype.kind == "i" or voxels.dtype in (np.bool_, np.float16):
         voxels = voxels.astype(np.float32 if voxels.itemsize <= 2 else np.float64)
     return tuple(float(value) for value in np.percentile(voxels, at))
+
+
+def pair_slices(axis: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Indices of the first and the second of all pairs of neighbors along an axis."""
+    ends = slice(None, -1), slice(1, None)
+    before, after = (tuple(end if each == axis else slice(None) for each in range(3)) for end in ends)
+    return before, after
+
+
+def euler_sum(material: NDArray[np.bool_], axis: int = 0) -> int:
+    """Return vertices - edges + faces - cubes of material voxels, with their neighbors towards higher indices.
+
+    The Euler number if all voxels at the border are pores: the number of connected parts (also by corners), minus
+    tunnels, plus cavities.  Within a larger structure it is an unbiased share of that structure's Euler number.
+    """
+    if axis == 3:
+        return int(np.count_nonzero(material))
+    low, high = pair_slices(axis)
+    return euler_sum(material[low] | material[high], axis + 1) - euler_sum(material[low], axis + 1)

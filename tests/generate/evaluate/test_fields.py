@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vesuvius.generate.evaluate.fields import chord_distances, euler_sum, figures, measure_field, otsu_threshold
+from vesuvius.generate.evaluate.fields import chord_distances, figures, measure_field, otsu_threshold
+from vesuvius.volumes.voxels import euler_sum
 
 Voxels = NDArray[np.float32]
 

@@ -17,8 +17,7 @@ _CHANGES: dict[str, tuple[float, Callable[[str], float], str, str]] = {
     "deform_length": (32.0, positive_number, "L", "correlation length of --deform"),
     "bend": (0.0, number_from_0, "A", "deformation as long as half the box; root mean square displacement"),
     "thicken": (0.0, float, "V", "grow each instance into class 0; negative: shrink it"),
-    "tear": (0, natural, "N", "strips cut across instances"),
-    "tear_width": (4.0, positive_number, "W", "width of a strip"),
+    "tear": (0, natural, "N", "strips of 4 voxels cut across instances"),
     "contact": (0.0, number_from_0, "SHARE", "move instances until this share of neighboring pairs is --within"),
     "within": (6.0, number_from_0, "V", "gap between two instances that counts as contact; 0 = touching"),
 }
@@ -40,7 +39,7 @@ def add_relabel(commands: Commands) -> None:
     relabel.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     instances = "ids of the same voxels, one per sheet or body, 0 = none; needed by all but --deform and --bend"
     relabel.add_argument("--instances", type=array, metavar="VOLUME", help=instances)
-    boundary = "LABELS are ids of bodies; OUT.zarr gets 1 at their boundaries"
+    boundary = "LABELS are ids of bodies; OUT.zarr gets 1 at their boundaries and at id 0"
     relabel.add_argument("--boundary", action="store_true", help=boundary)
     relabel.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help="part to change (default: all)")
     relabel.add_argument("--seed", type=natural, default=0, help="seed of the changes (default: 0)")
@@ -54,11 +53,11 @@ def add_relabel(commands: Commands) -> None:
 def _relabel(arguments: argparse.Namespace) -> int:
     with needs_extra("`vesuvius volume relabel`"):
         from vesuvius.volume_tools.relabel import Changes
-        from vesuvius.volume_tools.relabel_volume import RelabelRequest, relabel_volume
+        from vesuvius.volume_tools.relabel_volume import relabel_volume
 
     changes = Changes(**{name: getattr(arguments, name) for name in _CHANGES})
-    given = arguments.labels, arguments.out, arguments.instances, arguments.boundary, arguments.box
+    given = {name: getattr(arguments, name) for name in ("labels", "out", "instances", "boundary", "box", "seed")}
     with redirect_stdout(sys.stderr):  # the log
-        report = relabel_volume(RelabelRequest(*given, changes, arguments.seed))
+        report = relabel_volume(**given, changes=changes)
     print_facts({"out": arguments.out} | report, arguments)
     return EXIT_OK

@@ -7,7 +7,6 @@ chords); Ohser & Muecklich 2000 (Euler number and surface of voxels).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.training.validation.texture import AIR_BELOW, blurred
+from vesuvius.volumes.voxels import euler_sum
 
 Floats = NDArray[np.float64]
 
@@ -72,24 +72,6 @@ def measure_field(patch: NDArray[np.float32], threshold: float) -> Floats:
             if size > _LEAST_INSIDE:
                 found[_SUMS + 2 * axis :][:2] = (squares[0] + squares[-1]) / 2, squares[1:-1].mean()
     return np.concatenate([found, *(each.ravel() for each in chords)])
-
-
-def euler_sum(material: NDArray[np.bool_]) -> int:
-    """Return vertices - edges + faces - cubes of material voxels, with their neighbors towards higher indices.
-
-    The Euler number if all voxels at the border are pores: the number of connected parts (also by corners), minus
-    tunnels, plus cavities.  Within a larger structure it is an unbiased share of that structure's Euler number.
-    """
-    total = 0
-    for axes in itertools.product((False, True), repeat=3):
-        part = material[:-1, :-1, :-1]
-        for corner in itertools.product(*((0, 1) if free else (0,) for free in axes)):
-            part = (
-                part
-                | material[tuple(slice(at, size - 1 + at) for at, size in zip(corner, material.shape, strict=True))]
-            )
-        total += (-1) ** (sum(axes) + 1) * int(np.count_nonzero(part))
-    return total
 
 
 def _chords(material: NDArray[np.bool_], axis: int) -> Floats:
