@@ -227,8 +227,8 @@ class DiffusionConfig(Section):
     )
     residual_guidance_interval: tuple[PositiveFloat, PositiveFloat] | None = Field(
         (1.0, 30.0),
-        description="noise levels, in standard deviations of the data, between which residual_guidance applies; null = "
-        "all",
+        description="noise levels between which residual_guidance applies, in standard deviations of the data (in "
+        "model values without spectral noise); null = all",
     )
 
     @property

@@ -1,6 +1,7 @@
 """A volume -> how much more neighboring planes differ on a regular grid than elsewhere: seams of tiles.  Pure.
 
-Works without the size of the tiles.  Seams that are blended over several planes are not seen.
+Works without the size of the tiles.  Seams that are blended over several planes, of fewer than three tiles, or not a
+whole number of voxels apart, are not seen.
 """
 
 from __future__ import annotations
