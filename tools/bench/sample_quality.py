@@ -10,7 +10,8 @@ The recipe is that of `configs/demo.yaml` without labels, with weights averaged 
 time of one single-threaded `vesuvius train`, with start-up, validation and checkpoints, so other load does not change
 it.  An interrupted training continues, as does one that ended at a smaller budget.  `vesuvius evaluate` compares the
 samples with held-out patches; the table has its figures: generated / held out, or the distance.  "error" is
-`relative_error` of the last validation (docs/model.md).
+`relative_error` of the last validation before (docs/model.md).  A run that has continued since is judged again once its
+judged_* is removed.
 
 In FOLDER: runs_NAME_SEED/{config.yaml, cpu_s, train.log, runs/run, judged_*}; runs trained otherwise are judged if they
 are put there.
@@ -112,7 +113,8 @@ def train(place: Path, volume: str, seed: int, budget_s: float, keys: list[str])
 
 def judge(place: Path, count: int, options: list[str]) -> None:
     """Run `vesuvius evaluate`, unless its folder is there."""
-    out = place / "_".join([JUDGED.rstrip("_"), str(count), *(option.strip("-") for option in options)])
+    named = (option.strip("-").replace("/", "+") for option in options)
+    out = place / "_".join([JUDGED.rstrip("_"), str(count), *named])
     command = [sys.executable, "-m", "vesuvius", "evaluate", "runs/run", f"--count={count}", "--batch-size=16"]
     if not out.exists():
         environment = os.environ | ONE_THREAD
@@ -126,8 +128,9 @@ def table(folder: Path) -> list[str]:
         place, found = path.parents[1], json.loads(path.read_text())
         row = {"run": place.name.removeprefix("runs_"), "samples, options": path.parent.name.removeprefix(JUDGED)}
         row |= {"step": found["facts"]["step"]}
-        records = (place / "runs/run/metrics.jsonl").read_text().splitlines()
-        errors = [json.loads(line)["relative_error"] for line in records if '"kind": "validation"' in line]
+        lines = (place / "runs/run/metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines if '"kind": "validation"' in line]
+        errors = [each["relative_error"] for each in records if each["step"] <= int(row["step"])]
         row["error"] = f"{errors[-1]:.3f}" if errors else "-"
         for key, figure in found["figures"].items():
             values = [figure["values"][of] for of in ("generated", "held_out") if of in figure["values"]]
