@@ -134,7 +134,7 @@ def _evaluation() -> RunReport:
             0.01,
         ),
         Metric("sheet_thickness", "sheet thickness", dict(zip(values, (9.1, 9.4, 9.3), strict=True)), 0.3, 0.1, 0.7),
-        Metric("kid", "kernel distance (KID)", {}, 0.041, 0.02, 0.08, "95 % 0.012 to 0.07"),
+        Metric("kid", "kernel distance (KID)", {}, 0.041, 0.002, 0.08, "95 % 0.012 to 0.07", (0.012, 0.07)),
         Metric("frechet", "Frechet distance", {}, 3.1, 2.2, 0.09),
         Metric("auc", "classifier AUC at 200 steps", {}, 0.58, 0.5, 0.06, "a lower bound; 64 samples are a weak test"),
         Metric(

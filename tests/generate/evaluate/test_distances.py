@@ -64,3 +64,14 @@ def test_components_have_variance_one_and_features_that_never_vary_in_real_patch
     assert whitened([constant], constant)[0].shape == (40, 0)
     nothing = np.zeros((40, 0))
     assert np.isnan(frechet_distances(nothing, np.ones((1, 40), bool), nothing)).all()
+
+
+def test_the_kernel_distance_is_unknown_without_components_and_its_interval_with_few_groups() -> None:
+    """Equal weights of one group would give an interval of width 0, and no components a distance of 0."""
+    rows = np.random.default_rng(0).standard_normal((60, 4))
+    distance, groups = kernel_distance(rows[:30], rows[30:]), np.arange(30) // 3
+    assert np.isfinite(distance.interval(groups, groups)).all()
+    assert np.isnan(distance.interval(groups, groups // 2)).all()
+    nothing = kernel_distance(rows[:30, :0], rows[30:, :0])
+    assert np.isnan(nothing(np.ones((1, 30)))).all()
+    assert np.isnan(nothing.interval(groups, groups)).all()

@@ -15,7 +15,8 @@ from vesuvius.generate.evaluate import copies
 from vesuvius.generate.evaluate import metrics as module
 from vesuvius.generate.evaluate.classifiers import patch_features
 from vesuvius.generate.evaluate.copies import nearest_distances
-from vesuvius.generate.evaluate.evaluate import metric_table, plain, verdict
+from vesuvius.generate.evaluate.distances import frechet_distances
+from vesuvius.generate.evaluate.evaluate import evaluation_page, metric_table, plain, verdict
 from vesuvius.generate.evaluate.fields import FIELDS, measure_field
 from vesuvius.generate.evaluate.metrics import (
     Comparison,
@@ -102,6 +103,19 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
         "air", "means_std", "planarity", "histogram_distance", "spectrum_distance_db", "correlation_distance",
         "kid", "frechet", "auc", "auc_16", *FIELDS, "chord_distance", "features_auc", "copies",
     }  # fmt: skip
+
+
+def test_the_floor_is_that_of_as_many_training_patches_as_were_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Frechet distance of fewer patches is larger, so the floor of more patches would be too low."""
+    sizes = []
+
+    def counted(pooled: NDArray[np.float64], sides: NDArray[np.bool_], others: NDArray[np.float64]) -> object:
+        sizes.append(int(sides[0].sum()))
+        return frechet_distances(pooled, sides, others)
+
+    monkeypatch.setattr(module, "frechet_distances", counted)
+    judged(patches(THIRD, 20, 5))
+    assert sizes == [20, 20]
 
 
 def test_only_copies_of_training_patches_are_called_memorized() -> None:
@@ -243,6 +257,14 @@ def test_a_perfect_model_fails_some_metric_of_a_family_in_five_percent_of_all_ta
             assert all(metric.differs is not None for metric in table)
             told[name] += any(metric.differs for metric in table)
     assert all(within_chance(count, 30, 0.05) for count in told.values()), told
+
+
+def test_an_unbiased_distance_has_no_bar_because_its_floor_is_zero_on_average() -> None:
+    biased, unbiased = (Metric(key, key, {}, 0.01, 1e-5, 0.5, "", interval)
+                        for key, interval in (("frechet", None), ("kid", (0.0, 0.02))))  # fmt: skip
+    page = evaluation_page("run", "", {}, Comparison((biased, unbiased, replace(unbiased, key="copies")), {}), [])
+    assert page.bars is not None
+    assert [bar.label for bar in page.bars.bars] == ["frechet"]
 
 
 def test_summary_and_table_agree_on_every_metric() -> None:

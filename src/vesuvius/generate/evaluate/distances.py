@@ -19,6 +19,7 @@ Ints = NDArray[np.int64]
 _COMPONENTS = 16
 _DRAWS = 499
 _FARTHEST = 3.0
+_LEAST_GROUPS = 8
 _LEAST_SPREAD = 1e-6  # of a component, relative to the widest
 
 
@@ -49,12 +50,15 @@ class KernelDistance:
         for square in self._counted[:2]:
             np.fill_diagonal(square, False)
         self._kernels = [
-            (one @ other.T / max(one.shape[1], 1) + 1) ** 3 * counted
+            (one @ other.T / (one.shape[1] or math.nan) + 1) ** 3 * counted
             for (one, other), counted in zip(pairs, self._counted, strict=True)
         ]
 
     def __call__(self, rows: NDArray[Any], others: Floats | None = None) -> Floats:
-        """Return the distance for weights of `pooled` [T, N] and of `others` [T, M] (None = 1); NaN without pairs."""
+        """Return the distance for weights of `pooled` [T, N] and of `others` [T, M] (None = 1).
+
+        NaN without pairs or components.
+        """
         weights = np.ones((1, len(self._counted[1]))) if others is None else others
         sides = (rows, rows), (weights, weights), (rows, weights)
         means = []
@@ -67,15 +71,20 @@ class KernelDistance:
     def interval(self, groups: Ints, other_groups: Ints) -> tuple[float, float]:
         """Return the 95 % interval of the distance of the first rows of `pooled`, whose groups these are.
 
-        Bootstrap over groups of patches, 499 times; too wide rather than too narrow if the sets are equal.
+        Bootstrap over groups of patches, 499 times; too wide rather than too narrow if the sets are equal.  NaN if the
+        distance is, or with fewer than 8 groups on either side, which would make it too narrow.
         """
+        if min(groups.max(), other_groups.max()) + 1 < _LEAST_GROUPS:
+            return math.nan, math.nan
         rng = np.random.default_rng(0)
         first, others = (
             rng.multinomial(count, np.full(count, 1 / count), _DRAWS)[:, group].astype(np.float64)
             for group, count in ((each, int(each.max()) + 1) for each in (groups, other_groups))
         )
         rows = np.pad(first, ((0, 0), (0, len(self._kernels[0]) - len(groups))))
-        low, high = np.nanquantile(self(rows, others), [0.025, 0.975])
+        distances = self(rows, others)
+        known = distances[np.isfinite(distances)]
+        low, high = np.quantile(known, [0.025, 0.975]) if len(known) else (math.nan, math.nan)
         return float(low), float(high)
 
 

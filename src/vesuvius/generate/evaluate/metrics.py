@@ -105,7 +105,8 @@ def compare(
     show other structures, so that the AUC of a perfect model would not be 0.5.
     """
     held_out = real.held_out
-    sets = {"generated": generated, "held_out": held_out, "training": real.training}
+    equal = np.arange(min(len(real.training), len(generated)))  # the floor of biased distances depends on the number
+    sets = {"generated": generated, "held_out": held_out, "training": real.training.rows(equal)}
     every = sets | {"side 0": real.sides[0], "side 1": real.sides[1]}
     # samples with held-out conditions are compared with the held-out patches
     train_real, test_real = (real.sides[0], held_out) if generated.is_conditional else real.sides
@@ -118,7 +119,7 @@ def compare(
             ]
             measured = {name: pool.map(measure_patch, each.values) for name, each in sets.items()}
             described = {name: pool.map(patch_features, each.values) for name, each in every.items()}
-            threshold = otsu_threshold(np.concatenate([side.values for side in real.sides]))
+            threshold = otsu_threshold(np.concatenate([side.values[:, ::2, ::2, ::2] for side in real.sides]))
             structure = {
                 name: pool.map(partial(measure_field, threshold=threshold), each.values) for name, each in sets.items()
             }
@@ -132,7 +133,7 @@ def compare(
         aucs += classifier_auc(
             *compared, [*shown, features["generated"]], kernel_scores, [("features_auc", "AUC of fixed features")]
         )
-        metrics = _textures(parts, generated.groups(), real.training.groups())
+        metrics = _textures(parts, generated.groups(), sets["training"].groups())
         metrics += _fields(sets, {name: np.stack(list(each)) for name, each in structure.items()})
         metrics += _feature_distances(sets, features)
     if volume is not None:
@@ -254,7 +255,7 @@ def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -
     one, other = (np.stack([kid(1.0 * each), frechet_distances(pooled, each, held_out)], 1) for each in (sides, ~sides))
     low, high = kid.interval(sets["generated"].groups(), real.groups())
     names = {"kid": "kernel distance (KID)", "frechet": "Frechet distance"}
-    notes = {"kid": f"95 % {low:.2g} to {high:.2g}"}
+    notes = {"kid": f"95 % {low:.2g} to {high:.2g}" if low <= high else "too few disjoint patches for an interval"}
     metrics = _family(names, (one, other), {}, notes)
     return [replace(metrics[0], interval=(low, high)), metrics[1]]
 
