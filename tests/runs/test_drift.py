@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import textured, write_array
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.plan.plan import Plan
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.checkpoint.start import drift_effects
+from vesuvius.training.checkpoint.progress import Best, Progress
+from vesuvius.training.checkpoint.start import drift_effects, restore, with_network_of
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,19 @@ def test_accepted_drift_continues_and_is_recorded(tiny_config: WriteConfig, caps
         assert any(key in line for line in accepted)
     assert [s["step"] for s in steps_of()] == [1, 2]
     assert [v["best_step"] for v in records_of("validation")] == [1, 2], "losses before and behind do not compare"
+
+
+@pytest.mark.parametrize("key", ["training.validate_patches", "diffusion.sampler_condition_noise", "training.lr"])
+def test_the_best_error_is_kept_unless_it_is_judged_otherwise(key: str) -> None:
+    state = Progress(best=Best(4, 0.5)).state_dict() | {"omp_num_threads": "none", "torch_threads": 1}
+    found: Any = SimpleNamespace(state=state, other_data=False, accepted=[], drift=[f"{key}: was 0.1, is 0.2"])
+    step: Any = SimpleNamespace(load_state_dict=lambda _: None)
+    assert (restore(found, step, torch.device("cpu")).best is None) == (key != "training.lr")
+
+
+def test_the_default_of_noise_input_and_its_name_are_no_drift(trained: Path) -> None:
+    stored, named = read_config(trained), read_config(trained, ["diffusion.noise_input=log_sigma"])
+    assert with_network_of(stored, stored) == with_network_of(stored, named)
 
 
 def test_drift_that_changes_weight_shapes_is_always_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

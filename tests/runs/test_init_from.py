@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import WriteConfig, steps_of, vesuvius_train
+from vesuvius.config import ConditionConfig
 from vesuvius.config.load import read_config
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError
@@ -128,6 +129,16 @@ def test_spectral_noise_levels_are_compared_as_what_they_come_to(tiny_config: Wr
     for override in (f"diffusion.sigma_max={2 * sigma}", "diffusion.sigma_min=0.04"):
         with pytest.raises(ConfigError, match=r"diffusion.sigma_m.*: was"):
             compare_initial(source, read_config(trained, [override]), facts)
+
+
+def test_weights_of_another_context_are_refused(trained: Path) -> None:
+    source, config = Path("runs/tiny/checkpoints/step_00000002/model.safetensors"), read_config(trained)
+    around = ConditionConfig(path="coarse.zarr", context=4)
+    (volume,) = config.data.volumes
+    volumes = (volume.model_copy(update={"condition": around}),)
+    now = config.model_copy(update={"data": config.data.model_copy(update={"volumes": volumes})})
+    with pytest.raises(ConfigError, match=r"data.volumes\[\].condition.context: was null, is 4"):
+        compare_initial(source, now, None)
 
 
 def test_weights_that_are_told_log_sigma_start_a_run_of_other_levels(trained: Path) -> None:

@@ -45,12 +45,14 @@ from vesuvius.training.step.step import TrainStep, learning_rate, weight_problem
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # torch's number of threads
 _SIGMA_MAX, _NOISE_INPUT = "diffusion.sigma_max", "diffusion.noise_input"
+_CONTEXT = "data.volumes[].condition.context"
 _LEVELS = ("diffusion.timesteps", "diffusion.sigma_m")  # only t depends on them
 # Keys that give weights their meaning, and further ones that a new run may change.
 _MEANING = (
     *("model.", *_LEVELS, "diffusion.noise", "diffusion.prediction"),
-    "data.condition_classes",
+    *("data.condition_classes", _CONTEXT),
 )
+_JUDGES = "training.validate_patches", "diffusion.sampler_condition_noise"  # of them validation errors depend
 _NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
 
 
@@ -87,7 +89,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
     """
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))
-    config = with_network_of(stored, config)
+    stored, config = with_network_of(stored, stored), with_network_of(stored, config)
     before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
     if stored.training.optimizer != config.training.optimizer:
         raise ConfigError(
@@ -126,7 +128,7 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
 def with_network_of(stored: Config, config: Config) -> Config:
     """The config with the checkpoint's `patch_embed_kernel` and `noise_input` if it leaves the choice open.  Pure."""
     model = {"patch_embed_kernel": config.model.patch_embed_kernel or stored.model.patch_embed_kernel}
-    diffusion = {"noise_input": config.diffusion.noise_input or stored.diffusion.noise_input}
+    diffusion = {"noise_input": config.diffusion.noise_input or stored.diffusion.noise_input or "log_sigma"}
     same = {"model": config.model.model_copy(update=model), "diffusion": config.diffusion.model_copy(update=diffusion)}
     return config.model_copy(update=same)
 
@@ -183,7 +185,7 @@ def restore(resumed: CheckpointInfo, step: TrainStep, device: torch.device) -> P
     progress = Progress.from_state(state)
     if resumed.other_data:
         progress.quarantined = []
-    if resumed.accepted or any(line.startswith("training.validate_patches") for line in resumed.drift):
+    if resumed.accepted or any(line.startswith(_JUDGES) for line in resumed.drift):
         progress.best = None  # validation losses before and after are not comparable
     state.clear()  # frees gigabytes for the rest of the session
     return progress
@@ -270,6 +272,7 @@ def _meaning(config: Config, data: DataFacts | None) -> dict[str, Any]:
     found |= {
         "model.strides": config.model.level_strides_zyx,
         _NOISE_INPUT: config.diffusion.noise_input or "log_sigma",
+        _CONTEXT: config.data.context,
     }
     if config.diffusion.noise != "spectral":
         found["diffusion.sigma_min"] = found[_SIGMA_MAX] = None  # without effect
