@@ -322,7 +322,7 @@ def test_a_curve_keeps_the_color_of_its_name_and_no_two_share_one() -> None:
 
 def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
     validations = [validation(1, 0.9), validation(2, 0.6), validation(3, 0.7)]
-    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), step(2), step(3), *validations]))
+    report = before = reported(write_run(tmp_path / "tiny", [run_start(), step(1), step(2), step(3), *validations]))
     (bins,) = [chart for chart in report.charts if chart.key == "bins"]
     assert [(s.label, s.mid.tolist()) for s in bins.series] == [
         ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
@@ -333,6 +333,8 @@ def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
     (bins,) = [chart for chart in report.charts if chart.key == "bins"]
     assert [(s.label, s.mid.tolist()) for s in bins.series] == [("sigma 0.25", [0.8]), ("sigma 60", [0.4])]
     assert report.facts["best validation error"] == "0.800 of the Wiener filter's (step 4)"
+    keys = [[c.key for c in each.charts if c.key.startswith("relative")] for each in (before, report)]
+    assert keys == [["relative_error_all"], ["relative_error"]], "reports do not overlay the two"
 
 
 def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:

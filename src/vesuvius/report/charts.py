@@ -47,7 +47,9 @@ def _learning(records: RunRecords) -> Iterator[Chart]:
     x = [figure(record.get("step")) for record in validations]
     error = [banded("EMA weights", x, [figure(record.get("relative_error")) for record in validations])]
     title = "Validation error, relative to the stationary Wiener filter"
-    yield from chart("relative_error", title, "", error, limits=(("Wiener filter", 1.0),))
+    judged = any("bin_sigmas" in record for record in validations)  # else it is not compared with other runs' error
+    key, of = ("relative_error", "") if judged else ("relative_error_all", ", mean over all levels")
+    yield from chart(key, title + of, "", error, limits=(("Wiener filter", 1.0),))
     bins = _bins(validations, x)
     yield from chart("bins", "Validation error by noise level", "", bins, log=wants_log(bins))
 

@@ -22,7 +22,7 @@ from vesuvius.runlog.records import Record, naming_wrong_values
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_duration, format_number, format_percent, format_size, format_time, quantile
 
-_OVERLAID = ("loss", "relative_error", "step_s", "ram", "vram")
+_OVERLAID = ("loss", "relative_error", "relative_error_all", "step_s", "ram", "vram")
 _BEST = "best validation error"
 _HIGHLIGHTS = ("samples/s", "step, p50", "running time", "last checkpoint", _BEST, "peak RAM", "peak VRAM")
 _LAST_STEPS = 100
