@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import vesuvius
 from tests.conftest import textured, write_array, write_ome
 from vesuvius import ArrayConfig, ConfigError, DataConfig, PatchBatch, PatchLoader, PatchStream, VolumeConfig
-from vesuvius.config import AugmentConfig, ValidationConfig
+from vesuvius.config import AugmentConfig, ConditionConfig, ValidationConfig
 from vesuvius.plan.plan import Sample
 from vesuvius.stream.feeder import reusable_arrays
 from vesuvius.stream.options import StreamOptions, is_ray_connected
@@ -451,6 +451,13 @@ def test_a_data_section_cannot_be_combined_with_sampling_arguments(volume: Path)
     data = DataConfig(volumes=(VolumeConfig(path=str(volume)),), patch_size=PATCH)
     with pytest.raises(ConfigError, match="patch_size, mask cannot be combined"):
         PatchLoader(data, batch_size=4, patch_size=PATCH, mask="m.zarr")
+
+
+def test_a_data_section_with_context_is_refused(volume: Path) -> None:
+    around = ConditionConfig(path=str(volume), context=2)
+    data = DataConfig(volumes=(VolumeConfig(path=str(volume), condition=around),), patch_size=PATCH)
+    with pytest.raises(ConfigError, match="not a window around it; remove context"):
+        PatchLoader(data, batch_size=4)
 
 
 def test_a_state_of_another_plan_is_refused_and_changes_nothing(volume: Path) -> None:
