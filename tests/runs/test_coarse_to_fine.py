@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.support.runs import PATCH, assert_same_weights, train_in, write_confi
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
-from vesuvius.generate.volume.run import VolumeRequest, generate_volume
+from vesuvius.generate.volume.run import VolumeRequest, generate_volume, with_coarse
 from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
 
 SCAN = (32, 80, 47)
@@ -158,6 +159,22 @@ def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_b
     assert (drawn["outside"] != drawn["same"])[:4, :8, :8].any(), "a voxel of the coarse volume outside the box"
     np.testing.assert_array_equal(drawn["outside"][12:], drawn["same"][12:], "of the last tiles alone")
     assert (drawn["noise"] != drawn["same"]).mean() > 0.5
+
+
+def test_coarse_first_is_refused_before_it_draws_and_takes_no_settings_of_a_guide(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ",".join(map(str, FINE))
+    assert draws("around", "folder", "--coarse", "coarse", "--shape", shape) == 2
+    assert "does not end in .zarr" in capsys.readouterr().err
+    assert not list(Path().glob("folder*"))
+    (newest,) = Path("runs/around/checkpoints").glob("step_*")
+    shutil.copytree(newest, "earlier")
+    overrides = "diffusion.sampler_steps=20", "diffusion.residual_guidance=1.5"
+    common: dict[str, Any] = {"checkpoint": Path("around"), "weights": "ema", "overrides": overrides, "seed": 0}
+    common |= {"batch_size": 4, "volume_index": 0, "out": Path("guided.zarr"), "shape_zyx": FINE}
+    for guide, own in ((None, overrides), (Path("earlier").resolve(), overrides[:1])):
+        assert with_coarse(VolumeRequest(**common, guide=guide), Path("coarse"))[0].overrides == own
 
 
 def test_with_context_a_stopped_volume_continues_with_the_same_bits_in_other_processes() -> None:

@@ -205,7 +205,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         coarse, request = with_coarse(request, arguments.coarse)
     check_picture(request, picture)
     if arguments.dry_run:  # of the coarse volume, which the other one would need
-        say(forecast_volume(coarse or request))
+        say("of --coarse alone: " * (coarse is not None) + forecast_volume(coarse or request))
         return EXIT_OK
     with Progress("sampling") as progress:
         if coarse is not None:

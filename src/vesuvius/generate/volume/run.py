@@ -127,7 +127,8 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
 
     With context the coarse volume is larger, so that windows end within it.  Raises as `generate_volume`.
     """
-    info, shape, out = resolve_checkpoint(request), request.shape_zyx, request.out.with_suffix(".coarse.zarr")
+    info, shape = resolve_checkpoint(request), request.shape_zyx
+    out = request.out.with_suffix(f".coarse{request.out.suffix}")
     factors = info.data.volumes[request.volume_index].condition_factors
     if factors == ONES:
         raise ConfigError(f"--coarse has no effect: {info.checkpoint} has no coarser condition; remove it")
@@ -137,8 +138,10 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
     margin = [math.ceil(size * around / by) for size, by in zip(info.config.data.patch_size, factors, strict=True)]
     sizes = triple(math.ceil(size / by) + 2 * more for size, by, more in zip(shape, factors, margin, strict=True))
     start = triple(math.ceil(more * by) for more, by in zip(margin, factors, strict=True))
-    own = "diffusion.sampler_guidance=", "diffusion.sampler_condition_noise="  # without effect on the other network
-    overrides = tuple(each for each in request.overrides if not each.startswith(own))
+    # without effect on the other network
+    own = ["diffusion.sampler_guidance=", "diffusion.sampler_condition_noise="]
+    own += ["diffusion.residual_guidance"] * (request.guide is not None)
+    overrides = tuple(each for each in request.overrides if not each.startswith(tuple(own)))
     changes: dict[str, Any] = {"overrides": overrides, "guide": None, "volume_index": 0}
     inputs = InputConfig(condition=ArrayConfig(path=str(out)), box=box_at(start, shape))
     coarse = replace(request, checkpoint=checkpoint, out=out, shape_zyx=sizes, **changes)
