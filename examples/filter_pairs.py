@@ -34,7 +34,7 @@ def main(pairs: str, network: Any, patch_size: str, least: float, ignored: int =
         either = [np.mean(truth == label) + np.mean(found == label) for label in labels[labels != 0]]
         scores[scan.stem] = float(np.mean(np.divide(both, either))) if both else 1.0
         if scores[scan.stem] < least:
-            for file in filter(Path.exists, (scan, *others)):
+            for file in filter(Path.exists, (scan, *others, predicted)):
                 (to := Path(pairs, "dropped", file.parent.name)).mkdir(parents=True, exist_ok=True)
                 file.rename(to / file.name)
     return scores

@@ -99,7 +99,12 @@ def test_pairs_whose_labels_a_segmenter_does_not_recover_are_dropped(tmp_path: P
     scores = module.main("pairs", lambda x: torch.cat([-x, x - 1e-3], 1), tile, 0.9)
     assert scores["1"] > 0.98
     assert 0.4 < scores["2"] < 0.6
-    for kind, name in (("images", "2.zarr"), ("labels", "2_labels.zarr"), ("instances", "2_instances.zarr")):
+    for kind, name in (
+        ("images", "2.zarr"),
+        ("labels", "2_labels.zarr"),
+        ("instances", "2_instances.zarr"),
+        ("predicted", "2.zarr"),
+    ):
         assert (tmp_path / "pairs/dropped" / kind / name).exists()
         assert len(list((tmp_path / "pairs" / kind).iterdir())) == 1
 

@@ -216,6 +216,11 @@ def test_strips_that_split_nothing_are_counted(caplog: pytest.LogCaptureFixture)
     assert re.search(r"[0-2] of 3 strips were cut out", caplog.text)
 
 
+def test_a_contact_without_neighbors_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    change_labels(None, np.ones((8, 4, 4), np.uint8), Changes(contact=1), 0)
+    assert "no two instances are neighbors" in caplog.text
+
+
 def test_classes_of_any_sign_are_counted() -> None:
     classes = np.zeros((9, 9, 9), np.int8)
     classes[:3], classes[5:8, 2:5, 2:5], classes[6, 3, 3] = -1, 4, 0

@@ -107,9 +107,7 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         if changes.thicken:
             work.thicken(changes.thicken)
         if (cut := sum(work.tear(rng[2]) for _ in range(changes.tear))) < changes.tear:
-            log.warning(
-                "%d of %d strips were cut out: at the places tried, others split no instance", cut, changes.tear
-            )
+            log.warning("%d of %d strips were cut out; the others split no instance", cut, changes.tear)
         if changes.contact:
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
@@ -117,6 +115,8 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         pairs, reached = (report["instances"][1][name] for name in ("pairs", f"within_{changes.within:g}"))
         if reached < changes.contact * pairs - 1e-9:
             log.warning("%d of %d pairs came within %g voxels, fewer than --contact", reached, pairs, changes.within)
+        elif changes.contact and not pairs:
+            log.warning("no two instances are neighbors, so --contact changes nothing")
     if classes is not None and new_classes is not None:
         report["classes"] = _class_rows("before", classes) + _class_rows("after", new_classes)
     return Changed(new_classes, new_instances, report)
@@ -325,12 +325,11 @@ class _Work:
         changed = {number for number, found in self.known.items() if found.components != before[number].components}
         rows = []
         for when, known, one in zip(("before", "after"), (before, self.known), faces, strict=True):
-            total = np.array([*known.values(), Topology(0, 0, 0)]).sum(0).tolist()
-            gaps = np.array([gap for gap, _ in approaches(one).values()])
-            counts = {"pairs": len(gaps), f"within_{within:g}": (gaps <= within).sum(), "touching": (gaps < 1).sum()}
-            row = {"count": len(known), **Topology(*total)._asdict(), **counts}
-            near = float((one.gaps <= within).mean()) if len(gaps) else 0.0
-            rows.append({"instances": when, **{name: int(value) for name, value in row.items()}, "facing_within": near})
+            gaps = [gap for gap, _ in approaches(one).values()]
+            total = Topology(*(sum(each) for each in zip(*known.values(), Topology(0, 0, 0), strict=True)))
+            near = {f"within_{within:g}": sum(gap <= within for gap in gaps), "touching": sum(gap < 1 for gap in gaps)}
+            row = {"instances": when, "count": len(known), **total._asdict(), "pairs": len(gaps), **near}
+            rows.append({**row, "facing_within": float((one.gaps <= within).mean()) if gaps else 0.0})
         return {
             "instances": rows,
             "lost": named(before.keys() - self.known.keys()),

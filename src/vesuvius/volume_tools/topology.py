@@ -72,10 +72,9 @@ def nearest(mask: Mask) -> NDArray[np.int32]:
 
 def distance(to: NDArray[np.int32]) -> NDArray[np.float32]:
     """Distance in voxels (Z, Y, X) to the indices that `nearest` found."""
-    squares = np.zeros(to.shape[1:], np.float32)
-    for axis, index in enumerate(np.ogrid[tuple(map(slice, to.shape[1:]))]):
-        squares += np.square(to[axis] - index)
-    return np.sqrt(squares, out=squares)
+    at = np.ogrid[tuple(map(slice, to.shape[1:]))]
+    squares: NDArray[np.float32] = sum(np.square(t - i, dtype=np.float32) for t, i in zip(to, at, strict=True))
+    return np.sqrt(squares)
 
 
 class Faces(NamedTuple):
