@@ -259,7 +259,7 @@ def test_a_perfect_model_fails_some_metric_of_a_family_in_five_percent_of_all_ta
     assert all(within_chance(count, 30, 0.05) for count in told.values()), told
 
 
-def test_an_unbiased_distance_has_no_bar_because_its_floor_is_zero_on_average() -> None:
+def test_an_unbiased_distance_has_no_bar_because_its_floor_may_be_zero() -> None:
     biased, unbiased = (Metric(key, key, {}, 0.01, 1e-5, 0.5, "", interval)
                         for key, interval in (("frechet", None), ("kid", (0.0, 0.02))))  # fmt: skip
     page = evaluation_page("run", "", {}, Comparison((biased, unbiased, replace(unbiased, key="copies")), {}), [])

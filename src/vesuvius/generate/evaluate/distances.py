@@ -37,10 +37,12 @@ def whitened(features: Sequence[Floats], reference: Floats) -> list[Floats]:
 
 
 class KernelDistance:
-    """Squared maximum mean discrepancy of rows of `pooled` [N, D] and all rows of `others` [M, D], unbiased.
+    """Squared maximum mean discrepancy of rows of `pooled` [N, D] and all rows of `others` [M, D].
 
     The kernel is (x y / D + 1)^3.  Pairs of `pooled`, of `others`, and of both that depend on each other, because their
-    patches share voxels, are left out: they are as similar as equal patches, and would bias the mean.
+    patches share voxels, are left out: they are as similar as equal patches, and would bias the mean.  So it is
+    unbiased if all others are independent; patches close by in one small volume are not, and for equal sets it is above
+    0 on average, as is the floor.
     """
 
     def __init__(self, pooled: Floats, others: Floats, dependent: tuple[NDArray[np.bool_], ...]) -> None:

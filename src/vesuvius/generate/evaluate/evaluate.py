@@ -196,7 +196,7 @@ def verdict(comparison: Comparison) -> str:
 def _bars(metrics: Sequence[Metric]) -> Bars:
     bars = []
     for metric in metrics:
-        # an unbiased distance, which has an interval, is 0 on average for training patches
+        # a distance with an interval may be 0 or negative for training patches
         ratio = abs(metric.distance / metric.floor) if metric.floor and metric.interval is None else math.nan
         if metric.differs is not None and math.isfinite(ratio):
             sign, color = (FAIL, COLORS["data wait"]) if metric.differs else (PASS, COLORS["best"])
