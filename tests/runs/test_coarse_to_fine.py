@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from contextlib import chdir
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from tests.conftest import textured, write_array
 from tests.stream.test_coarse_condition import upsampled
 from tests.support.runs import PATCH, assert_same_weights, train_in, write_config
 from vesuvius.commands import sample
-from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, ConditionConfig, DataConfig, VolumeConfig
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, with_coarse
 from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
+from vesuvius.volumes.box import box_at
 
 SCAN = (32, 80, 47)
 COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more than one tile
@@ -137,6 +139,21 @@ def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
     given = InputConfig(condition=ArrayConfig(path="placed.zarr"))
     with Inputs(given, DataConfig(volumes=(VolumeConfig(path="scan"),)), FINE, (2, 2, 2)) as inputs:
         assert inputs.space(None) == ((8.0, 8.0, 8.0), "micrometer", (32.0, 0.0, 64.0))
+
+
+def test_with_context_a_volume_depends_on_the_voxels_around_its_box() -> None:
+    coarse = write_array(Path("stamped.zarr"), textured((16, 40, 48)), chunk=8)
+    given = InputConfig(condition=ArrayConfig(path=str(coarse)), box=box_at((0, 0, 0), (16, 16, 16)))
+    records = []
+    for context in (None, 2):
+        condition = ConditionConfig(path=str(coarse), context=context)
+        config = DataConfig(volumes=(VolumeConfig(path="scan", condition=condition),), patch_size=(16, 16, 16))
+        for value in (1, 2):
+            zarr.open_array(str(coarse), mode="r+")[0, 0, 9] = value
+            with Inputs(given, config, None, (Fraction(2),) * 3) as inputs:
+                records.append(inputs.record())
+    assert records[0] == records[1] != records[2]
+    assert records[2] != records[3], "a window sees it"
 
 
 def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_beyond_the_volume() -> None:

@@ -106,7 +106,8 @@ class Inputs:
             if instances != (name == "instances"):
                 continue
             assert self.shape_zyx is not None
-            box = self._alignments[name].array_box(box_at(self._origin, self.shape_zyx))
+            placed = (self._context if name == "condition" else None) or self._alignments[name]
+            box = placed.array_box(box_at(self._origin, self.shape_zyx))
             record[name] = [volume.name, metadata_hash(volume.array), stored_stamp(volume, box)]
         return record
 
