@@ -133,9 +133,9 @@ def test_the_network_is_told_sigma_whatever_spectrum_and_schedule_give_it(spectr
         torch.testing.assert_close(told.double(), expected, rtol=0, atol=0.01)
 
 
-def test_with_noise_input_t_the_network_is_told_t_itself(spectrum: Spectrum) -> None:
+def test_with_noise_embedding_t_the_network_is_told_t_itself(spectrum: Spectrum) -> None:
     for t in (torch.tensor([3, 999]), torch.tensor([3.25, 998.5])):
-        assert _told(DiffusionConfig(noise_input="t"), spectrum, t) is t
+        assert _told(DiffusionConfig(noise_embedding="t"), spectrum, t) is t
 
 
 def test_a_masked_condition_is_zero_even_if_it_holds_nan() -> None:

@@ -66,8 +66,8 @@ def test_the_best_error_is_kept_unless_it_is_judged_otherwise(key: str) -> None:
     assert (restore(found, step, torch.device("cpu")).best is None) == (key != "training.lr")
 
 
-def test_the_default_of_noise_input_and_its_name_are_no_drift(trained: Path) -> None:
-    stored, named = read_config(trained), read_config(trained, ["diffusion.noise_input=log_sigma"])
+def test_the_default_of_noise_embedding_and_its_name_are_no_drift(trained: Path) -> None:
+    stored, named = read_config(trained), read_config(trained, ["diffusion.noise_embedding=log_sigma"])
     assert with_network_of(stored, stored) == with_network_of(stored, named)
 
 

@@ -28,7 +28,7 @@ REFUSED = {
     ("diffusion.prediction=flow",): 'diffusion.prediction: was "v", is "flow"',
     ("diffusion.prediction=eps", "diffusion.sampler_clip=1"): "diffusion.prediction",
     ("diffusion.noise=linear",): 'diffusion.noise: was "cosine", is "linear"',
-    ("diffusion.noise_input=null",): 'diffusion.noise_input: was "t", is "log_sigma"',
+    ("diffusion.noise_embedding=null",): 'diffusion.noise_embedding: was "t", is "log_sigma"',
     ("diffusion.timesteps=100",): "diffusion.timesteps: was 1000, is 100",
     ("model.strides=[[2, 2, 1]]",): "model.strides",
     ("model.stem_stride=[1, 2, 2]",): "model.stem_stride",
@@ -61,7 +61,7 @@ def compared(config: Path, source: Path, *overrides: str) -> tuple[bool, str]:
 def test_keys_that_give_weights_their_meaning_are_refused_and_others_named(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    diffusion = CLASSIC | {"noise_input": "t"}
+    diffusion = CLASSIC | {"noise_embedding": "t"}
     config = tiny_config("first", model=MODEL, diffusion=diffusion, training={"max_steps": 1})
     assert vesuvius_train(config) == 0
     (checkpoint,) = Path("runs/first/checkpoints").glob("step_*")
@@ -114,7 +114,7 @@ def test_a_start_from_weights_that_mean_something_else_or_nothing_ends_before_it
 
 
 def test_spectral_noise_levels_are_compared_as_what_they_come_to(tiny_config: WriteConfig) -> None:
-    trained = tiny_config(diffusion={"noise_input": "t", "sampler_steps": 3}, training={"max_steps": 2})
+    trained = tiny_config(diffusion={"noise_embedding": "t", "sampler_steps": 3}, training={"max_steps": 2})
     assert vesuvius_train(trained) == 0
     source = Path("runs/tiny/checkpoints/step_00000002/model.safetensors")
     facts = DataFacts.from_state(load_state(source.with_name("state.pt")), source)
@@ -145,10 +145,10 @@ def test_weights_that_are_told_log_sigma_start_a_run_of_other_levels(trained: Pa
     source = Path("runs/tiny/checkpoints/step_00000002/model.safetensors")
     facts = DataFacts.from_state(load_state(source.with_name("state.pt")), source)
     levels = ["diffusion.sigma_max=99", "diffusion.sigma_min=0.04", "diffusion.timesteps=77", "data.patch_size=[8,8,8]"]
-    now = read_config(trained, [*levels, "diffusion.noise_input=log_sigma"])
+    now = read_config(trained, [*levels, "diffusion.noise_embedding=log_sigma"])
     assert compare_initial(source, now, replace(facts, spectrum=Spectrum.white())) == []
-    with pytest.raises(ConfigError, match=r'noise_input: was "log_sigma", is "t"'):
-        compare_initial(source, read_config(trained, ["diffusion.noise_input=t"]), facts)
+    with pytest.raises(ConfigError, match=r'noise_embedding: was "log_sigma", is "t"'):
+        compare_initial(source, read_config(trained, ["diffusion.noise_embedding=t"]), facts)
 
 
 RANK_1_READS_NO_WEIGHTS = """

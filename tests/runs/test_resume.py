@@ -52,17 +52,17 @@ def test_three_steps_and_one_resumed_equal_four_bit_by_bit(
     assert first["samples_total"] == 8
 
 
-def test_a_run_from_before_patch_embed_kernel_and_noise_input_resumes_bit_by_bit(
+def test_a_run_from_before_patch_embed_kernel_and_noise_embedding_resumes_bit_by_bit(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its network has kernels of 3 and is told t, and neither its checkpoint's config nor its file has the keys."""
 
     def before(*arguments: Any) -> dict[str, Any]:
         state = run_state(*arguments)
-        del state["config"]["model"]["patch_embed_kernel"], state["config"]["diffusion"]["noise_input"]
+        del state["config"]["model"]["patch_embed_kernel"], state["config"]["diffusion"]["noise_embedding"]
         return state
 
-    wide, of_before = "model.full_res_channels=4", ("model.patch_embed_kernel=3", "diffusion.noise_input=t")
+    wide, of_before = "model.full_res_channels=4", ("model.patch_embed_kernel=3", "diffusion.noise_embedding=t")
     assert vesuvius_train(tiny_config("straight"), wide, *of_before, "training.max_steps=2") == 0
     config = tiny_config("parts")
     with monkeypatch.context() as patch:
@@ -70,7 +70,7 @@ def test_a_run_from_before_patch_embed_kernel_and_noise_input_resumes_bit_by_bit
         assert vesuvius_train(config, wide, *of_before, "training.max_steps=1") == 0
     (only,) = list_checkpoints(Path("runs/parts/checkpoints"))
     found = read_checkpoint_info(only).config
-    assert (found.model.patch_embed_kernel, found.diffusion.noise_input) == (3, "t"), "of samples"
+    assert (found.model.patch_embed_kernel, found.diffusion.noise_embedding) == (3, "t"), "of samples"
     assert vesuvius_train(config, wide, "model.patch_embed_kernel=1", "training.max_steps=2", "--resume") == 2
     assert "model.patch_embed_kernel" in capsys.readouterr().err, "an explicit request is not replaced"
     assert vesuvius_train(config, wide, "training.max_steps=2", "--resume") == 0

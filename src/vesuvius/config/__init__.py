@@ -20,7 +20,7 @@ from vesuvius.config.experiment import Config as Config
 from vesuvius.config.section import Triple as Triple
 from vesuvius.config.training import DiffusionConfig as DiffusionConfig
 from vesuvius.config.training import ModelConfig as ModelConfig
-from vesuvius.config.training import NoiseInput as NoiseInput
+from vesuvius.config.training import NoiseEmbedding as NoiseEmbedding
 from vesuvius.config.training import Prediction as Prediction
 from vesuvius.config.training import SamplerMethod as SamplerMethod
 from vesuvius.config.training import TrainingConfig as TrainingConfig

@@ -82,7 +82,7 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
     """
     tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source)[0]
     # of networks before there was a choice
-    before: dict[str, Any] = {"noise_input": "t"}
+    before: dict[str, Any] = {"noise_embedding": "t"}
     if tree.get("diffusion", {}).get("residual_guidance", 1) != 1:
         before["residual_guidance_interval"] = None
     for section, of_before in (("model", {"patch_embed_kernel": 3}), ("diffusion", before)):

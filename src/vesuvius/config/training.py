@@ -158,7 +158,7 @@ class TrainingConfig(Section):
 
 Prediction = Literal["v", "eps", "x_0", "flow"]
 SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
-NoiseInput = Literal["log_sigma", "t"]
+NoiseEmbedding = Literal["log_sigma", "t"]
 
 
 class DiffusionConfig(Section):
@@ -176,7 +176,7 @@ class DiffusionConfig(Section):
         gt=0,
         description="highest spectral noise level; null = four times the largest amplitude of the measured spectrum",
     )
-    noise_input: NoiseInput | None = Field(
+    noise_embedding: NoiseEmbedding | None = Field(
         None,
         description="how the network is told the noise level; log_sigma means the same for all patch sizes, volumes "
         "and schedules; null = log_sigma, or on a resume that of the checkpoint (t before there was a choice)",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig, NoiseInput, Prediction
+from vesuvius.config import DiffusionConfig, NoiseEmbedding, Prediction
 from vesuvius.diffusion.spectrum import LEAST_POWER, Spectrum
 
 Betas = npt.NDArray[np.float64]
@@ -129,7 +129,7 @@ class Schedule:
     # float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch
     mode_weight: Tensor | None = None
     loss_weight: Tensor | None = None  # float32 [timesteps], see `spectrum_weights`
-    noise_input: NoiseInput = "log_sigma"  # what `network_input` returns
+    noise_embedding: NoiseEmbedding = "log_sigma"  # what `network_input` returns
 
     @classmethod
     def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:
@@ -167,7 +167,7 @@ class Schedule:
                 betas, spectrum = linear_betas(config.timesteps), None
             case "cosine":
                 betas, spectrum = cosine_betas(config.timesteps), None
-        return replace(cls.from_betas(betas, spectrum), noise_input=config.noise_input or "log_sigma")
+        return replace(cls.from_betas(betas, spectrum), noise_embedding=config.noise_embedding or "log_sigma")
 
     @property
     def timesteps(self) -> int:
@@ -244,12 +244,12 @@ class Schedule:
         return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
 
     def network_input(self, t: Tensor) -> Tensor:
-        """Return how `noise_input` tells the network the level of `t`, int64 or float32 [B]: float32 [B], or t itself.
+        """Return the level of `t`, int64 or float32 [B], in the form of `noise_embedding`: float32 [B], or t.
 
         log_sigma is log sigma/alpha on the scale of t: 100 per factor of e, 9 at sigma 0.02, 400 at 1, 959 at 267.  A
         t names another level for each spectrum and patch size (Karras et al. 2022, table 1: c_noise = ln(sigma) / 4).
         """
-        return t if self.noise_input == "t" else 400 - 50 * self._log_snr(t)
+        return t if self.noise_embedding == "t" else 400 - 50 * self._log_snr(t)
 
     def _log_snr(self, t: Tensor) -> Tensor:
         if not t.is_floating_point():

@@ -44,7 +44,7 @@ from vesuvius.training.step.step import TrainStep, learning_rate, weight_problem
 
 _PLAN_VERSION = "plan.version: "
 _THREADS = "OMP_NUM_THREADS"  # torch's number of threads
-_SIGMA_MAX, _NOISE_INPUT = "diffusion.sigma_max", "diffusion.noise_input"
+_SIGMA_MAX, _NOISE_INPUT = "diffusion.sigma_max", "diffusion.noise_embedding"
 _CONTEXT = "data.volumes[].condition.context"
 _LEVELS = ("diffusion.timesteps", "diffusion.sigma_m")  # only t depends on them
 # Keys that give weights their meaning, and further ones that a new run may change.
@@ -126,9 +126,9 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
 
 
 def with_network_of(stored: Config, config: Config) -> Config:
-    """The config with the checkpoint's `patch_embed_kernel` and `noise_input` if it leaves the choice open.  Pure."""
+    """Return the config with the checkpoint's kernel and noise embedding where it leaves the choice open.  Pure."""
     model = {"patch_embed_kernel": config.model.patch_embed_kernel or stored.model.patch_embed_kernel}
-    diffusion = {"noise_input": config.diffusion.noise_input or stored.diffusion.noise_input or "log_sigma"}
+    diffusion = {"noise_embedding": config.diffusion.noise_embedding or stored.diffusion.noise_embedding or "log_sigma"}
     same = {"model": config.model.model_copy(update=model), "diffusion": config.diffusion.model_copy(update=diffusion)}
     return config.model_copy(update=same)
 
@@ -271,7 +271,7 @@ def _meaning(config: Config, data: DataFacts | None) -> dict[str, Any]:
     found = flatten(config.model_dump(mode="json")) | {"voxel size, um": data and data.voxel_size_um}
     found |= {
         "model.strides": config.model.level_strides_zyx,
-        _NOISE_INPUT: config.diffusion.noise_input or "log_sigma",
+        _NOISE_INPUT: config.diffusion.noise_embedding or "log_sigma",
         _CONTEXT: config.data.context,
     }
     if config.diffusion.noise != "spectral":
