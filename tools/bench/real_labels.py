@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -66,9 +65,6 @@ Labeled = tuple[NDArray[np.uint8], Labels]  # scan and bodies
 Source = tuple[Floats, Floats]  # scaled scan and walls
 
 
-# ---- data
-
-
 def parts(depth: int) -> dict[str, slice]:
     """Return the z ranges for training, validation and test: 47, 22 and 31 % of what two gaps of a patch leave."""
     usable = depth - 2 * PATCH
@@ -100,9 +96,6 @@ def write_array(path: Path, voxels: NDArray[np.uint8]) -> None:
     array = zarr.create_array(partial, shape=voxels.shape, dtype="u1", chunks=(PATCH,) * 3, overwrite=True)
     array[:] = voxels
     partial.rename(path)
-
-
-# ---- segmenter
 
 
 def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, least: float = 0) -> Source:
@@ -156,9 +149,6 @@ def segment(probability: Floats, threshold: float) -> Labels:
     large[0] = False
     seeds = np.where(large, np.cumsum(large), 0).astype(np.int32)[labels]
     return ndimage.watershed_ift((255 * probability).astype(np.uint8), seeds)
-
-
-# ---- diffusion model and pairs
 
 
 def train_model(out: Path, unlabeled: Sequence[str], model_steps: Sequence[int], boxes: int = 0) -> Path:
@@ -224,21 +214,16 @@ def contrast(tiles: Sequence[Labeled]) -> float:
     return float(voxels[~walls].mean() - voxels[walls].mean())
 
 
-# ---- experiment
-
-
 class Study:
     """A scan, its bodies, and the labeled boxes; what belongs to N boxes lies in the folder n<N>."""
 
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
-        self.voxels, self.ids = (
-            np.asarray(vesuvius.open_volume(path)[:]) for path in (arguments.scan, arguments.bodies)
-        )
+        self.voxels, self.ids = (vesuvius.open_volume(path)[:] for path in (arguments.scan, arguments.bodies))
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
         self.model_steps, self.contact, self.within = arguments.model_steps, arguments.contact, arguments.within
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
-        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, arguments.edge, max(COUNTS))
+        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, EDGE, max(COUNTS))
         if not (out / "train.zarr").exists():
             write_array(out / "train.zarr", self.training[0])
 
@@ -309,15 +294,15 @@ class Study:
             figures = {"dice": fibsem.dice(found > edge, walls > 0), "rand": fibsem.adapted_rand_error(ids, bodies)}
             result[part] = figures | {"splits": splits, "merges": merges}
         if self.within is not None:  # in blocks, each with its own watershed: sheets that fuse elsewhere do not count
-            starts = itertools.product(*(range(0, size - PATCH + 1, PATCH) for size in ids.shape))
-            blocks = [tuple(slice(at, at + PATCH) for at in start) for start in starts]
+            cells = np.ndindex(*(size // PATCH for size in ids.shape))
+            blocks = [tuple(slice(PATCH * n, PATCH * (n + 1)) for n in cell) for cell in cells]
             fused = [fibsem.fusions(ids[block], segment(found[block], low), self.within) for block in blocks]
             result["fusions"] = np.sum(fused, axis=0).tolist()
         return result | {"edge": float(edge), "low": low, "cpu_s": time.process_time() - started}
 
     def picture(self, count: int, path: str) -> None:
         """Show a slice of the test part: scan, bodies, a scan generated from them, and bodies of a U-Net of `pairs`."""
-        at = (slice(0, PATCH), slice(60, 188), slice(60, 188))
+        at = (slice(0, PATCH), slice(0, 128), slice(120, 248))
         voxels, ids = (each[at] for each in self.part("test"))
         if not (labels := self.out / "picture.zarr").exists():
             write_array(labels, classes_of(np.ascontiguousarray(ids)))
@@ -376,7 +361,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--unlabeled", type=Path, nargs="*", default=[], metavar="SCAN")
     parser.add_argument("--boxes", type=int, nargs="+", default=list(COUNTS), metavar="N")
-    parser.add_argument("--edge", type=int, default=EDGE, help="of a box, voxels")
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
