@@ -52,7 +52,7 @@ def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Tripl
 
 @dataclass(frozen=True)
 class Context:
-    """What a network sees around a patch."""
+    """The window around a patch that a network sees."""
 
     factor: int  # length of the window in patches
     channels: int  # of the window

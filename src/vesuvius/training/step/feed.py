@@ -26,7 +26,7 @@ from vesuvius.stream.stream import PatchStream
 
 @dataclass(frozen=True)
 class Windows:
-    """What a condition with context comes with: places of patches in their windows, and noise for these."""
+    """The windows of a condition with context: places of patches in their windows, and noise for these."""
 
     rows: Sequence[Sequence[NDArray[np.int64]]]  # of each sample, as `ContextAlignment.rows`
     noise: Tensor | None = None  # standard normal, [B, 1, Z, Y, X]; None = no noise

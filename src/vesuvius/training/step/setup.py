@@ -54,7 +54,7 @@ def build_meta_network(config: Config) -> UNet:
 
 
 def context_of(config: Config) -> Context | None:
-    """What the network sees around a patch."""
+    """Return the window around a patch that the network sees."""
     factor = config.data.context
     return Context(factor, len(config.data.class_values or (0,))) if factor else None
 
