@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.config_text import MINIMAL
 from vesuvius import ArrayConfig, ConfigError, DataConfig, VolumeConfig
+from vesuvius.config import ConditionConfig
 from vesuvius.config.data import MaskConfig
 from vesuvius.config.load import dump_config, parse_config, parse_stored, read_config
 from vesuvius.config.patterns import match_volumes
@@ -59,10 +60,10 @@ def test_a_pattern_becomes_its_matches_in_order_with_all_its_keys(folder: Path) 
         VolumeConfig(path="s3://bucket/d.zarr/?key=v", condition="https://host/{name}.zarr"),
     )
     for volume, name, end in zip(found, ("A", "a", "b"), (".ome.zarr", ".zarr", ".zarr"), strict=True):
-        labels = ArrayConfig(path=folder / f"labels/{name}_target.zarr", level=1)
+        labels = ConditionConfig(path=folder / f"labels/{name}_target.zarr", level=1)
         assert volume == VolumeConfig(path=folder / f"images/{name}{end}", level=2, weight=3, condition=labels)
-    assert before.condition == ArrayConfig(path="labels/b_target.zarr")
-    assert after.condition == ArrayConfig(path="https://host/d.zarr")
+    assert before.condition == ConditionConfig(path="labels/b_target.zarr")
+    assert after.condition == ConditionConfig(path="https://host/d.zarr")
 
 
 def test_the_name_is_that_of_the_last_open_part_of_the_path() -> None:
@@ -89,7 +90,8 @@ def test_the_name_is_filled_in_wherever_a_path_is(folder: Path) -> None:
     volume = VolumeConfig(path="scans/*/ct.zarr", condition=ink, more_labels=(ink,), channels=(ink,), mask=ink)
     for found, name in zip(matched(volume, min_foreground=0.5), ("s1", "s2"), strict=True):
         wanted = ArrayConfig(path=f"scans/{name}/ink.zarr", transform=f"scans/{name}/t.json")
-        assert (found.condition, found.more_labels, found.channels) == (wanted, (wanted,), (wanted,))
+        assert (found.more_labels, found.channels) == ((wanted,), (wanted,))
+        assert found.condition == ConditionConfig(**dict(wanted.given))
         assert found.mask == MaskConfig(**wanted.given)
     (folder / "scans/s2/t.json").unlink()
     with pytest.raises(ConfigError, match=r"1 of 4 paths with \{name\} do not exist: .*/scans/s2/t.json; add"):
@@ -101,7 +103,7 @@ def test_what_exists_is_no_pattern_and_addresses_are_none(folder: Path) -> None:
     volumes = ["odd/x[1]*.zarr", "odd/{name}.zarr", "s3://b/*.zarr", "http://[::1]:80/a.zarr"]
     found = matched(*volumes)
     assert [each.path for each in found] == [str(folder / volumes[0]), str(folder / volumes[1]), *volumes[2:]]
-    assert matched(VolumeConfig(path="odd/x1.zarr", condition="odd/{name}.zarr"))[0].condition == ArrayConfig(
+    assert matched(VolumeConfig(path="odd/x1.zarr", condition="odd/{name}.zarr"))[0].condition == ConditionConfig(
         path="odd/{name}.zarr"
     ), "that folder exists"
     assert paths(matched("odd/x[[]*.zarr")) == ["odd/x[1]*.zarr"]
@@ -174,7 +176,7 @@ ENTRIES = """
 
 def expected(folder: Path) -> tuple[VolumeConfig, ...]:
     def local(name: str) -> VolumeConfig:
-        labels = ArrayConfig(path=folder / f"labels/{name}_target.zarr", level=1)
+        labels = ConditionConfig(path=folder / f"labels/{name}_target.zarr", level=1)
         return VolumeConfig(path=folder / f"images/{name}.zarr", voxel_size_um=7.91, weight=2, condition=labels)
 
     return local("a"), local("b"), VolumeConfig(path="https://host/c.zarr", condition="~/c_target.zarr")
@@ -217,7 +219,7 @@ def test_text_stands_for_a_path_and_arguments_precede_the_keys_of_a_file(folder:
     data, _ = data_of("v.yaml", given, 0)
     assert paths(list(data.volumes)) == ["images/a.zarr", "images/b.zarr"]
     conditions = [volume.condition for volume in data.volumes]
-    assert conditions == [ArrayConfig(path=f"labels/{name}_target.zarr") for name in "ab"]
+    assert conditions == [ConditionConfig(path=f"labels/{name}_target.zarr") for name in "ab"]
     assert (data.patch_size, {data.min_foreground_of(each) for each in data.volumes}) == ((8, 16, 16), {0.5})
     entry = "{path: images/a.zarr, labels: [labels/a_target.zarr, {path: labels/b_target.zarr, transform: t.json}]}"
     Path("scans/v.yaml").write_text(f"- {entry.replace('labels/', '../labels/')}")

@@ -176,7 +176,7 @@ def test_a_mask_of_one_entry_asks_nothing_of_the_others() -> None:
         ({"ignore_label": 2, "mask": "m.zarr"}, "ignore_label needs labels, and no mask"),
         ({"ignore_label": 1.5}, "mask.ignore.0: Input should be a valid integer"),
         ({"ignore_label": 2, "min_foreground": 0.0}, "has no effect with min_foreground 0"),
-        ({"ignore_label": 2, "labels": MaskConfig(path="l", labels=(1,))}, "exclude each other"),
+        ({"ignore_label": 2, "labels": MaskConfig(path="l", labels=(1,))}, "use ArrayConfig for them"),
     ],
 )
 def test_contradictory_arguments_are_refused(given: dict[str, Any], message: str) -> None:

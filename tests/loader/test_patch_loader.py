@@ -424,7 +424,7 @@ def test_a_data_loader_without_workers_yields_the_same_batches(volume: Path) -> 
         ({"patch_size": (8, 16, 16.5)}, "patch_size.2: Input should be a valid integer"),
         ({"normalize": "minmax"}, "normalize 'minmax' is not valid"),
         ({"normalize": (0, 1, 2)}, r"normalize \(0, 1, 2\) is not valid"),
-        ({"labels": np.zeros(3)}, "condition: Input should be a valid dictionary or instance of ArrayConfig"),
+        ({"labels": np.zeros(3)}, "condition: Input should be a valid dictionary or instance of ConditionConfig"),
         ({"labels": [None]}, "volumes without labels need a loader of their own"),
         ({"cache_in_memory": "yes"}, "cache_in_memory 'yes' is not valid"),
         ({"batches_per_epoch": torch.tensor(2.0)}, r"batches_per_epoch tensor\(2.\) is not"),

@@ -160,6 +160,7 @@ def test_samples_are_an_ome_zarr_with_a_record_and_a_picture(tmp_path: Path) -> 
         "guidance": 1.0,
         "residual_guidance": None,
         "residual_guidance_interval": None,
+        "condition_noise": None,
         "guide_sha256": None,
         "evaluations_per_sample": 3,
         "checkpoint": str(checkpoint),

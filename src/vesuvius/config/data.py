@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, model_serializer,
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section, SizeZYX, natural
 
 _TIMEOUT_S = 30.0
+_ONLY_ARRAYS = "channels and labels have no weight, mask or condition of their own; use ArrayConfig for them"
 _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume
 
 
@@ -84,6 +85,13 @@ class ConditionConfig(ArrayConfig):
         "around the patch, n times as long as the patch; null = only at the patch",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_array(cls, given: Any) -> Any:
+        if isinstance(given, ArrayConfig) and type(given) not in (ArrayConfig, cls):
+            raise ValueError(_ONLY_ARRAYS)
+        return given
+
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.context and self.transform:
@@ -144,7 +152,7 @@ class VolumeConfig(ArrayConfig):
         if self.more_labels and not self.condition:
             yield "more_labels need a condition, the first of them; add it"
         if any(isinstance(each, VolumeConfig) for each in (*self.channels, *self.labels)):
-            yield "channels and labels have no weight, mask or condition of their own; use ArrayConfig for them"
+            yield _ONLY_ARRAYS
         if self.transform is not None:
             yield f"transform of {self.path} has no effect: it places another array on a volume; set it in that array"
 
