@@ -52,11 +52,12 @@ ARMS = ("real", "aug", "warped", "pairs", "changed", "all")
 COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3
 UNLABELED, CLASSES = 3, 4  # classes: 0 inside of a body, 1 next to another body, 2 background
 INTENSITIES = {"low": 60.0, "high": 205.0}  # mapped to -1 and +1 in the diffusion model
-MODEL_STEPS, SAMPLER_STEPS, PAIRS = (600, 400), 16, 48  # without labels, then with boxes
-GUIDANCES, JUDGED = (1.0, 1.5, 2.0), 8  # the first that suits JUDGED tiles is used
+MODEL_STEPS, STEPS = (4000, 800), 800  # of the diffusion model without labels, then with boxes; of the segmenter
+SAMPLER_STEPS, PAIRS = 16, 48
+GUIDANCE = 1.5
 WARP = 1.5  # root mean square displacement of a warped copy, voxels
 DEFORM, BEND = 2.0, 2.0  # of changed labels
-STEPS, BATCH, WIDTHS, RATE = 300, 2, (8, 32, 64), 4e-3  # of the segmenter
+BATCH, WIDTHS, RATE = 2, (8, 32, 64), 4e-3  # of the segmenter
 SEED_THRESHOLDS, LEAST_SEED_VOXELS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2), 300
 
 Floats = NDArray[np.float32]
@@ -82,12 +83,14 @@ def classes_of(ids: Labels) -> NDArray[np.uint8]:
 def choose_boxes(walls: NDArray[np.bool_], edge: int, count: int) -> list[tuple[slice, ...]]:
     """Choose disjoint boxes at random among those with at least the volume's share of walls."""
     rng, boxes, used, share = np.random.default_rng(7), list[tuple[slice, ...]](), np.zeros_like(walls), walls.mean()
-    while len(boxes) < count:
+    for _ in range(10**5):
         box = tuple(slice(at, at + edge) for at in (int(rng.integers(size - edge + 1)) for size in walls.shape))
         if not used[box].any() and walls[box].mean() >= share:
             used[box] = True
             boxes.append(box)
-    return boxes
+        if len(boxes) == count:
+            return boxes
+    raise SystemExit(f"no {count} disjoint boxes of {edge}^3 voxels were found in {walls.shape}; use a larger scan")
 
 
 def write_array(path: Path, voxels: NDArray[np.uint8]) -> None:
@@ -98,13 +101,20 @@ def write_array(path: Path, voxels: NDArray[np.uint8]) -> None:
     partial.rename(path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
+
+
 def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, least: float = 0) -> Source:
     """Cut a random patch with a least share of walls; `augment` mirrors, turns, jitters contrast, offset and noise."""
-    whole, walls = sources[rng.integers(len(sources))]
-    at = tuple(slice(start, start + PATCH) for start in (rng.integers(size - PATCH + 1) for size in whole.shape))
-    scan, walls = whole[at], walls[at]
-    if walls.mean() < least:
-        return patch(sources, rng, augment, least)
+    for _ in range(1000):  # the last one may have fewer
+        whole, all_walls = sources[rng.integers(len(sources))]
+        at = tuple(slice(start, start + PATCH) for start in (rng.integers(size - PATCH + 1) for size in whole.shape))
+        scan, walls = whole[at], all_walls[at]
+        if walls.mean() >= least:
+            break
     if augment:
         order, mirrored = rng.permutation(3), tuple(np.flatnonzero(rng.random(3) < 0.5))
         scan, walls = (np.flip(each.transpose(order), mirrored) for each in (scan, walls))
@@ -113,14 +123,16 @@ def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, le
     return scan.astype(np.float32), walls.astype(np.float32)
 
 
-def train_segmenter(real: Sequence[Source], drawn: Sequence[Source], seed: int, arm: str) -> tuple[fibsem.UNet, float]:
+def train_segmenter(
+    real: Sequence[Source], drawn: Sequence[Source], steps: int, seed: int, arm: str
+) -> tuple[fibsem.UNet, float]:
     """Train a U-Net; if there are drawn sources, every other patch is from them.  Returns the last loss, too."""
     torch.manual_seed(seed)
     rng, least = np.random.default_rng((seed, 1)), float(real[0][1].mean()) if arm == "all" else 0.0
     network = fibsem.UNet(WIDTHS).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
-    for _ in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    for _ in range(steps):
         cut = [patch(drawn if drawn and n % 2 else real, rng, arm != "real", least) for n in range(BATCH)]
         scan, walls = (torch.from_numpy(np.stack(each))[:, None] for each in zip(*cut, strict=True))
         logits = network(scan.to(memory_format=torch.channels_last_3d))
@@ -197,21 +209,15 @@ def change(box: Labeled, kind: str, contact: float, seed: int) -> Labeled:
     return voxels[at], np.ascontiguousarray(ids[at])
 
 
-def generate(checkpoint: Path, guidance: float, labels: Path, count: int = 0) -> NDArray[np.uint8]:
+def generate(checkpoint: Path, labels: Path, count: int) -> NDArray[np.uint8]:
     """Generate a scan from labels: from the first tiles of a row, each on its own, or from all as one volume."""
-    path = labels.with_name(f"{labels.stem}-{guidance}-{count}.zarr")
-    options = {"checkpoint": checkpoint, "condition": labels, "out": path, "seed": 1, "guidance": guidance}
+    path = labels.with_name(f"{labels.stem}-{count}.zarr")
+    options = {"checkpoint": checkpoint, "condition": labels, "out": path, "seed": 1, "guidance": GUIDANCE}
     options |= {"steps": SAMPLER_STEPS, "batch-size": 2, "workers": 1}
     options |= {"box": f"0:{PATCH},0:{PATCH},0:{PATCH * count}", "overlap": 0} if count else {}
     if not path.exists() and sample.main([f"--{key}={value}" for key, value in options.items()]):
         raise SystemExit(f"{path.name} was not generated")
     return np.asarray(vesuvius.open_volume(path)[:])
-
-
-def contrast(tiles: Sequence[Labeled]) -> float:
-    """Return the mean intensity inside of bodies less that of their walls."""
-    voxels, walls = (np.stack(each) for each in zip(*((v, classes_of(ids) > 0) for v, ids in tiles), strict=True))
-    return float(voxels[~walls].mean() - voxels[walls].mean())
 
 
 class Study:
@@ -220,7 +226,8 @@ class Study:
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
         self.voxels, self.ids = (vesuvius.open_volume(path)[:] for path in (arguments.scan, arguments.bodies))
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
-        self.model_steps, self.contact, self.within = arguments.model_steps, arguments.contact, arguments.within
+        self.model_steps, self.steps = arguments.model_steps, arguments.steps
+        self.contact, self.within = arguments.contact, arguments.within
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
         self.boxes = choose_boxes(classes_of(self.training[1]) > 0, EDGE, max(COUNTS))
@@ -256,23 +263,16 @@ class Study:
             write_array(path, np.concatenate([classes_of(ids) for _, ids in tiles], 2))
         return tiles, path
 
-    def model(self, count: int) -> tuple[Path, float]:
-        """Return the checkpoint for N boxes, and the guidance that suits JUDGED tiles."""
-        (tiles, labels), wanted = self.tiles(count, "warped"), contrast(self.labeled(count))
+    def generate(self, count: int, labels: Path, tiles: int = 0) -> NDArray[np.uint8]:
+        """Generate a scan with the model for N boxes: from tiles of a row, or from all labels in one piece."""
         checkpoint = train_model(self.out / f"n{count}", self.unlabeled, self.model_steps, count)
-        for guidance in GUIDANCES:
-            scans = np.split(generate(checkpoint, guidance, labels, JUDGED), JUDGED, 2)
-            apart = contrast([(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=False)])
-            print(f"guidance {guidance}: bodies less walls {apart:.1f}; labeled boxes {wanted:.1f}", flush=True)
-            if apart >= wanted:
-                break
-        return checkpoint, guidance
+        return generate(checkpoint, labels, tiles)
 
     def drawn(self, count: int, arm: str) -> list[Source]:
         """Return PAIRS tiles of an arm; generate them first if need be."""
         tiles, labels = self.tiles(count, "changed" if arm == "changed" else "warped")
         if arm != "warped":
-            scans = np.split(generate(*self.model(count), labels, PAIRS), PAIRS, 2)
+            scans = np.split(self.generate(count, labels, PAIRS), PAIRS, 2)
             tiles = [(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=True)]
         return [self.source(tile) for tile in tiles]
 
@@ -280,7 +280,7 @@ class Study:
         """Train a U-Net; choose thresholds on the validation part; return the figures of the test part."""
         started, drawn = time.process_time(), self.drawn(count, arm) if arm in ARMS[2:5] else []
         real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
-        network, loss = train_segmenter(real, drawn, seed, arm)
+        network, loss = train_segmenter(real, drawn, self.steps, seed, arm)
         torch.save(network.state_dict(), self.out / f"{arm}-n{count}-seed{seed}.pt")
         result: dict[str, Any] = {"arm": arm, "count": count, "seed": seed, "loss": loss}
         for part in ("validation", "test"):
@@ -310,7 +310,7 @@ class Study:
         network = fibsem.UNet(WIDTHS).eval()
         network.load_state_dict(torch.load(self.out / f"pairs-n{count}-seed0.pt"))
         found = segment(predict(network, self.source(self.part("test"))[0]), row["low"])[at]
-        shown = [each[PATCH // 2] for each in (voxels, ids, generate(*self.model(count), labels), found)]
+        shown = [each[PATCH // 2] for each in (voxels, ids, self.generate(count, labels), found)]
         panels = [each if each.dtype == np.uint8 else fibsem.colored(each, shown[1]) for each in shown]
         row = [np.broadcast_to(each.reshape(*each.shape[:2], -1), (*each.shape[:2], 3)) for each in panels]
         Image.fromarray(np.hstack(row).repeat(2, 0).repeat(2, 1)).save(path)
@@ -320,19 +320,8 @@ def table(out: Path) -> list[str]:
     """Return means over seeds, and differences to `aug` of the same seed with two standard errors."""
     rows = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
     known = {(row["count"], row["arm"], row["seed"]): row for row in rows}
-    titles = (
-        "N",
-        "arm",
-        "Dice",
-        "adapted Rand",
-        "splits",
-        "merges",
-        "Dice less aug's",
-        "Rand less aug's",
-        "fused",
-        "seeds",
-    )
-    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
+    lines = ["| N | arm | Dice | adapted Rand | splits | merges | Dice less aug's | Rand less aug's | fused | seeds |"]
+    lines.append("| --- " * 10 + "|")
     for count, arm in ((count, arm) for count in sorted(COUNTS) for arm in ARMS):
         own = [known[count, arm, seed] for seed in range(SEEDS) if (count, arm, seed) in known]
         if not own:
@@ -364,6 +353,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the segmenter")
     parser.add_argument("--contact", type=float, default=0, help="share of bodies that `changed` brings together")
     parser.add_argument("--within", type=int, metavar="VOXELS", help="count fused bodies with gaps up to this")
     parser.add_argument("--picture", metavar="PNG", help="of the last N, once `pairs` has its seed 0")
@@ -373,11 +363,16 @@ def main() -> None:
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
+        settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
+        if not (path := out / "settings.json").exists():
+            write_json(path, settings)
+        if (old := json.loads(path.read_text())) != json.loads(json.dumps(settings)):
+            raise SystemExit(f"{out} has results of other settings, {old}, not {settings}; use another --out")
         study = Study(args, out)
         for count, seed, arm in ((n, seed, arm) for n in args.boxes for seed in args.seeds for arm in args.arms):
             path = out / f"{arm}-n{count}-seed{seed}.json"
             if not path.exists():
-                path.write_text(json.dumps(study.measure(count, arm, seed)))
+                write_json(path, study.measure(count, arm, seed))
                 print(path.read_text(), flush=True)
         if args.picture:
             study.picture(args.boxes[-1], args.picture)
