@@ -100,11 +100,9 @@ def _check_residual_guidance(info: CheckpointInfo, request: GenerateRequest) -> 
 
 def _check_guide(info: CheckpointInfo, guide: CheckpointInfo) -> None:
     def noise_keys(config: Config) -> dict[str, Any]:
-        return {
-            key: value
-            for key, value in config.diffusion.model_dump().items()
-            if not f"diffusion.{key}".startswith(DRAWS_SAMPLES)
-        }
+        keys = config.diffusion.model_dump()
+        keys["noise_embedding"] = keys["noise_embedding"] or "log_sigma"
+        return {key: value for key, value in keys.items() if not f"diffusion.{key}".startswith(DRAWS_SAMPLES)}
 
     ours, theirs = info.config, guide.config
     if voxel_settings(ours.data) != voxel_settings(theirs.data) or noise_keys(ours) != noise_keys(theirs):

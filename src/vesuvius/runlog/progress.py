@@ -66,6 +66,8 @@ class Progress:
                 continue  # this phase has ended, and the next one has not counted anything yet
             self._has_logged = True
             text, done = f"{self._what}: {self._count}", self._count - self._first
+            if self._total is None and not self._count:
+                text = f"{self._what} for {format_duration(time.monotonic() - self._started)}"
             text += f" of {self._total}" if self._total is not None else ""
             text += (self._unit and f" {self._unit}") + (self._more and f", {self._more}") + self._size
             if self._total is not None and done > 0 and self._count < self._total:
