@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from tests.experiments.tune.simulated import SOURCE, BiasedPlanner, Disturbance, Machine, SimulatedRunner, run_to_end
-from vesuvius.experiments.paired import _POCOCK, ALPHA, LOOKS, Comparison, compare, compare_one_of, student_t
+from vesuvius.experiments.paired import _POCOCK, ALPHA, LOOKS, Comparison, compare, compare_one_of
 from vesuvius.experiments.tune.search import Asks, Search
 
 BASE, OTHER = SOURCE, replace(SOURCE, channels_last=True)
@@ -50,7 +51,7 @@ def test_equal_settings_are_called_different_in_5_percent() -> None:
     logs = np.random.default_rng(0).standard_normal((400_000, max(LOOKS)))
     wrong = np.zeros(len(logs), dtype=bool)
     for n in LOOKS:
-        half = student_t(_POCOCK, n - 1) * logs[:, :n].std(axis=1, ddof=1) / math.sqrt(n)
+        half = stdtrit(n - 1, 1 - _POCOCK / 2) * logs[:, :n].std(axis=1, ddof=1) / math.sqrt(n)
         now = abs(logs[:, :n].mean(axis=1)) > half
         for row, expected in zip(logs[:100].tolist(), now[:100], strict=True):
             found = compare([(math.exp(x), 1.0) for x in row[:n]])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean, stdev
+
+from scipy.special import stdtrit
 
 LOOKS = (3, 4, 5, 6, 8, 10, 12)
 """Pairs at which a sequential test may stop."""
@@ -70,27 +71,5 @@ def _compare(pairs: Sequence[tuple[float, float]], level: float) -> Comparison:
     mean = fmean(differences)
     if count < MIN_PAIRS_TO_WRITE:  # the interval of two pairs would span orders of magnitude
         return Comparison(math.expm1(mean), None, None, count)
-    half = student_t(level, count - 1) * stdev(differences) / math.sqrt(count)
+    half = float(stdtrit(count - 1, 1 - level / 2)) * stdev(differences) / math.sqrt(count)
     return Comparison(math.expm1(mean), math.expm1(mean - half), math.expm1(min(mean + half, 700.0)), count)
-
-
-@cache
-def student_t(level: float, freedom: int) -> float:
-    """The t that |T| exceeds with probability `level`, for Student's distribution with integer degrees of freedom.
-
-    By bisection of its closed form (Abramowitz and Stegun 26.7.3 and 26.7.4), P(|T| <= sqrt(freedom) tan(angle)).
-    """
-
-    def within(angle: float) -> float:
-        sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
-        term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-        for k in range(1 + odd, freedom, 2):
-            total += term
-            term *= cosine**2 * k / (k + 1)
-        return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if within(angle) < 1 - level else (low, angle)
-    return math.sqrt(freedom) * math.tan(low)

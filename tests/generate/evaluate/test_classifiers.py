@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from vesuvius.generate.evaluate.classifiers import (
     Patches,
-    _squared_distances,
     area_under_curve,
     kernel_scores,
     patch_features,
@@ -139,17 +137,3 @@ def test_all_scales_of_large_patches_are_seen_and_flat_ones_have_finite_features
     flat = np.full((2, 20, 33, 40), -2, np.float32)
     assert np.isfinite(of_patches(flat)).all()
     assert len(patch_features(flat[0])) == 9 + 6 * 4  # of 20, 10, 5 and 2 planes
-
-
-def test_distances_equal_the_direct_sum_without_an_array_of_all_differences() -> None:
-    rng = np.random.default_rng(0)
-    one, other = rng.standard_normal((300, 64)), rng.standard_normal((200, 64))
-    tracemalloc.start()
-    try:
-        found = _squared_distances(one, other)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    np.testing.assert_allclose(found, np.square(one[:, None] - other).sum(2), rtol=1e-12)
-    assert (_squared_distances(one, one) >= 0).all(), "rounding must not make a distance negative"
-    assert peak < 8 * found.nbytes, "all differences take 64 times as much"

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from numpy.typing import NDArray
+from scipy.spatial.distance import cdist
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 Patches = NDArray[np.float32]  # [N, Z, Y, X]
@@ -72,9 +74,7 @@ def two_sample_scores(
 
 def area_under_curve(higher: NDArray[np.floating], lower: NDArray[np.floating]) -> float:
     """Return the probability that the first is larger, ties counting half (Mann & Whitney 1947).  Pure."""
-    values, counts = np.unique(np.concatenate([higher, lower]), return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2
-    total = float(ranks[np.searchsorted(values, higher)].sum())
+    total = float(rankdata(np.concatenate([higher, lower]))[: len(higher)].sum())
     return (total - len(higher) * (len(higher) + 1) / 2) / (len(higher) * len(lower))
 
 
@@ -173,14 +173,8 @@ def kernel_scores(train: tuple[Floats, Floats], tests: tuple[Floats, ...]) -> tu
     signs = np.repeat([1.0, -1.0], counts)
     weights = np.repeat([len(rows) / (2 * count) for count in counts], counts)
     standardized = (rows - mean) / std
-    distances = _squared_distances(standardized, standardized)
+    distances = cdist(standardized, standardized, "sqeuclidean")
     width = float(np.median(distances)) or 1.0
     solved = np.linalg.solve(np.exp(-distances / width) + np.diag(_RIDGE / weights), signs)
-    return tuple(np.exp(-_squared_distances((test - mean) / std, standardized) / width) @ solved for test in tests)
-
-
-def _squared_distances(one: Floats, other: Floats) -> Floats:
-    """Return the squared distances of all rows; an array of all differences would take gigabytes for 4,000 patches."""
-    squares = np.square(one).sum(1)[:, None] + np.square(other).sum(1)
-    distances: Floats = (squares - 2 * one @ other.T).clip(min=0)
-    return distances
+    shown = (cdist((test - mean) / std, standardized, "sqeuclidean") for test in tests)
+    return tuple(np.exp(-each / width) @ solved for each in shown)

@@ -111,7 +111,4 @@ def frechet_distances(pooled: Floats, sides: NDArray[np.bool_], others: Floats) 
 
 
 def _covariance(rows: Floats) -> Floats:
-    """Return that of the columns, [D, D]; `np.cov` has no matrix for one column."""
-    centered = rows - rows.mean(0)
-    covariance: Floats = centered.T @ centered / (len(rows) - 1)
-    return covariance
+    return np.atleast_2d(np.cov(rows, rowvar=False))  # which has no matrix for one column
