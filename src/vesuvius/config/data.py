@@ -20,27 +20,20 @@ _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions of one volume
 class ArrayConfig(Section):
     """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
 
-    path: PathText = Field(
-        description="zarr group or array: a folder, or an address https://, s3://, gs://, az://, hf://"
-    )
-    level: NonNegativeInt = Field(default=0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
-    voxel_size_um: PositiveFloat | tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
-        default=None,
-        description="picks the level with voxels of this size, in micrometers, within 2 %: one number, or z, y, x",
-    )
-    select: tuple[NonNegativeInt, ...] = Field(
-        default=(), description="index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
-    )
-    transform: PathText | None = Field(
-        default=None,
-        description="transform.json that places a condition, channel or mask relative to its volume, instead of OME "
-        "metadata (docs/volumes.md): a file or an address",
-    )
-    interpolation: Literal["nearest", "linear"] | None = Field(
-        default=None,
-        description="how a transform resamples: nearest for labels, linear for scans; null = nearest for integers and "
-        "bool, linear for floats and channels",
-    )
+    path: PathText
+    """zarr group or array: a folder, or an address https://, s3://, gs://, az://, hf://"""
+    level: NonNegativeInt = 0
+    """level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array"""
+    voxel_size_um: PositiveFloat | tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+    """picks the level with voxels of this size, in micrometers, within 2 %: one number, or z, y, x"""
+    select: tuple[NonNegativeInt, ...] = ()
+    """index for each axis before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"""
+    transform: PathText | None = None
+    """transform.json that places a condition, channel or mask relative to its volume, instead of OME metadata
+    (docs/volumes.md): a file or an address"""
+    interpolation: Literal["nearest", "linear"] | None = None
+    """how a transform resamples: nearest for labels, linear for scans; null = nearest for integers and bool, linear for
+    floats and channels"""
 
     @model_validator(mode="before")
     @classmethod
@@ -64,10 +57,10 @@ class ArrayConfig(Section):
 class MaskConfig(ArrayConfig):
     """An array that marks foreground: by default its nonzero voxels."""
 
-    labels: tuple[int, ...] = Field(default=(), description="voxels of these values are foreground; [] = all but 0")
-    ignore: tuple[int, ...] = Field(
-        default=(), description="voxels of all values but these are foreground, 0 included; [] = all but 0"
-    )
+    labels: tuple[int, ...] = ()
+    """voxels of these values are foreground; [] = all but 0"""
+    ignore: tuple[int, ...] = ()
+    """voxels of all values but these are foreground, 0 included; [] = all but 0"""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -78,12 +71,9 @@ class MaskConfig(ArrayConfig):
 class ConditionConfig(ArrayConfig):
     """The condition of a volume."""
 
-    context: int | None = Field(
-        default=None,
-        ge=2,
-        description="of a condition that is n times coarser than the volume: n = the network also sees a window of it "
-        "around the patch, n times as long as the patch; null = only at the patch",
-    )
+    context: int | None = Field(None, ge=2)
+    """of a condition that is n times coarser than the volume: n = the network also sees a window of it around the
+    patch, n times as long as the patch; null = only at the patch"""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,38 +91,30 @@ class ConditionConfig(ArrayConfig):
 class ForegroundConfig(Section):
     """Definition of foreground for volumes without a mask, used if `data.min_foreground` is above 0."""
 
-    level: PositiveInt | None = Field(
-        default=None,
-        description="coarser level of the same pyramid whose voxels are counted; null = the stored chunks (sidecar or "
-        "listing)",
-    )
-    threshold: float = Field(default=0.0, ge=0, description="intensity above which a voxel of that level is foreground")
+    level: PositiveInt | None = None
+    """coarser level of the same pyramid whose voxels are counted; null = the stored chunks (sidecar or listing)"""
+    threshold: float = Field(0.0, ge=0)
+    """intensity above which a voxel of that level is foreground"""
 
 
 class VolumeConfig(ArrayConfig):
     """One zarr volume to draw patches from, or several: a pattern as the path, `images/*.zarr`, is a volume for each
     match, and `{name}` in the paths of its condition and mask is the name of the match."""
 
-    weight: float = Field(default=1.0, gt=0, description="relative weight of this volume when regions are drawn")
-    mask: MaskConfig | None = Field(
-        default=None, description="its nonzero voxels are foreground; aligned like a condition"
-    )
-    min_foreground: float | None = Field(
-        default=None, ge=0, le=1, description="overrides data.min_foreground for this volume; null = no override"
-    )
-    condition: ConditionConfig | None = Field(
-        default=None,
-        description="labels, a second scan or another level, cut at the same position as a second tensor; aligned by "
-        "OME scale and translation (docs/volumes.md); patches come from the region that both cover",
-    )
-    channels: tuple[ArrayConfig, ...] = Field(
-        default=(),
-        description="only for PatchLoader: further channels of the image, aligned like a condition and each "
-        "normalized by its own range",
-    )
-    more_labels: tuple[ArrayConfig, ...] = Field(
-        default=(), description="only for PatchLoader: further channels of the labels, after the condition"
-    )
+    weight: float = Field(1.0, gt=0)
+    """relative weight of this volume when regions are drawn"""
+    mask: MaskConfig | None = None
+    """its nonzero voxels are foreground; aligned like a condition"""
+    min_foreground: float | None = Field(None, ge=0, le=1)
+    """overrides data.min_foreground for this volume; null = no override"""
+    condition: ConditionConfig | None = None
+    """labels, a second scan or another level, cut at the same position as a second tensor; aligned by OME scale and
+    translation (docs/volumes.md); patches come from the region that both cover"""
+    channels: tuple[ArrayConfig, ...] = ()
+    """only for PatchLoader: further channels of the image, aligned like a condition and each normalized by its own
+    range"""
+    more_labels: tuple[ArrayConfig, ...] = ()
+    """only for PatchLoader: further channels of the labels, after the condition"""
 
     @property
     def images(self) -> tuple[ArrayConfig, ...]:
@@ -160,15 +142,19 @@ class VolumeConfig(ArrayConfig):
 class AugmentConfig(Section):
     """Random symmetries, drawn by the plan per sample and applied on the device."""
 
-    flip: bool = Field(default=True, description="mirror along z, y and x at random, each with probability 1/2")
-    rot90: bool = Field(default=True, description="rotate by quarter turns in the y-x plane; needs patch y = x")
+    flip: bool = True
+    """mirror along z, y and x at random, each with probability 1/2"""
+    rot90: bool = True
+    """rotate by quarter turns in the y-x plane; needs patch y = x"""
 
 
 class NormalizeConfig(Section):
     """Intensities to model values: low -> -1, high -> +1, linear, not clipped."""
 
-    low: float | None = Field(default=None, description="intensity that becomes -1; null = 0.5th percentile")
-    high: float | None = Field(default=None, description="intensity that becomes +1; null = 99.5th percentile")
+    low: float | None = None
+    """intensity that becomes -1; null = 0.5th percentile"""
+    high: float | None = None
+    """intensity that becomes +1; null = 99.5th percentile"""
 
     def contradictions(self) -> Iterator[str]:
         if (self.low is None) != (self.high is None):
@@ -180,31 +166,27 @@ class NormalizeConfig(Section):
 class ValidationConfig(Section):
     """The held-out part of every volume: a slab across one axis, the same for all entries of one array."""
 
-    fraction: float = Field(default=0.05, ge=0, lt=1, description="share held out, at least one patch; 0 = none")
-    gap: float = Field(default=1.0, ge=0, description="patches to validation; below 1, they may share texture")
+    fraction: float = Field(0.05, ge=0, lt=1)
+    """share held out, at least one patch; 0 = none"""
+    gap: float = Field(1.0, ge=0)
+    """patches to validation; below 1, they may share texture"""
 
 
 class StoreConfig(Section):
     """Reading of chunks from disks and remote stores."""
 
-    requests: PositiveInt = Field(default=16, description="requests in flight per worker on remote stores")
-    outage_minutes: float = Field(
-        default=60.0,
-        ge=0,
-        description="how long reads are retried while the network, server or mount is down; then exit 6",
-    )
-    anonymous: bool | None = Field(
-        default=None,
-        description="true = send no credentials; false = always sign requests to s3, gs and az; null = use "
-        "credentials if found",
-    )
-    forbidden_is_absent: bool = Field(
-        default=False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
-    )
-    cache_dir: PathText | None = Field(default=None, description="folder that caches fetched chunks; null = no cache")
-    cache_gib: float = Field(
-        default=50.0, gt=0, description="size limit of the cache of all workers, GiB (within 10 %)"
-    )
+    requests: PositiveInt = 16
+    """requests in flight per worker on remote stores"""
+    outage_minutes: float = Field(60.0, ge=0)
+    """how long reads are retried while the network, server or mount is down; then exit 6"""
+    anonymous: bool | None = None
+    """true = send no credentials; false = always sign requests to s3, gs and az; null = use credentials if found"""
+    forbidden_is_absent: bool = False
+    """treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"""
+    cache_dir: PathText | None = None
+    """folder that caches fetched chunks; null = no cache"""
+    cache_gib: float = Field(50.0, gt=0)
+    """size limit of the cache of all workers, GiB (within 10 %)"""
 
     @property
     def timeout_s(self) -> float:
@@ -215,8 +197,10 @@ class StoreConfig(Section):
 class ClassWeight(Section):
     """A class that a share of the patches holds."""
 
-    label: int = Field(description="value of the class in the condition")
-    share: float = Field(ge=1e-6, lt=1, description="at least this share of the patches holds a voxel of the class")
+    label: int
+    """value of the class in the condition"""
+    share: float = Field(ge=1e-6, lt=1)
+    """at least this share of the patches holds a voxel of the class"""
 
 
 def _as_weights(given: Any) -> Any:
@@ -230,61 +214,46 @@ def _as_weights(given: Any) -> Any:
 class DataConfig(Section):
     """Source and order of the patches."""
 
-    volumes: tuple[VolumeConfig, ...] = Field(
-        min_length=1, description="the zarr volumes to draw from; a path such as images/*.zarr is one for each match"
-    )
-    patch_size: SizeZYX = Field(default=(72, 136, 136), description="voxels (z, y, x) of one training example")
-    stream_gib: float = Field(
-        default=1.0,
-        gt=0,
-        description="memory for the regions in flight, GiB; the size of regions, K and M follow from it",
-    )
-    resident: Literal["auto"] | NonNegativeFloat = Field(
-        default="auto",
-        description="keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit "
-        "and it saves time; a number = up to that many GiB; 0 = never",
-    )
-    patches_per_region: PositiveInt | None = Field(
-        default=None,
-        description="K, patches cut from each region read; null = 1 to 128, by region size; 1 = one region per patch",
-    )
-    regions_in_flight: PositiveInt | None = Field(
-        default=None, description="M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit"
-    )
-    min_foreground: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="minimum share of foreground in every patch (an estimate for masks of more than 2^30 voxels); "
-        "0 = patches from everywhere",
-    )
-    foreground: ForegroundConfig = Field(default=ForegroundConfig(), description="definition of foreground")
-    missing_chunk: Literal["air", "error"] = Field(
-        default="air", description="air = missing chunks have the fill value; error = they end the run with exit 6"
-    )
-    nan: Literal["air", "error"] | float = Field(
-        default="air",
-        description="value for NaN and infinity: air = the fill value (0 if that is not finite); a number; error = "
-        "treat as damage",
-    )
-    max_quarantined: NonNegativeInt = Field(
-        default=32, description="limit on unreadable regions, which are replaced; one more ends the run with exit 6"
-    )
-    store: StoreConfig = Field(default=StoreConfig(), description="how chunks are read")
-    augment: AugmentConfig = Field(default=AugmentConfig(), description="random symmetries")
-    normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="scaling of intensities to model values")
-    condition_normalize: NormalizeConfig = Field(default=NormalizeConfig(), description="the same for the condition")
-    condition_classes: PositiveInt | tuple[int, ...] | None = Field(
-        default=None,
-        description="the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and "
-        "encoded as n channels of 0 and 1; null = intensities",
-    )
-    class_weights: Annotated[tuple[ClassWeight, ...], BeforeValidator(_as_weights)] = Field(
-        default=(),
-        description="classes of the condition that patches hold more often than by chance; {1: 0.3} is short for "
-        "[{label: 1, share: 0.3}]",
-    )
-    validation: ValidationConfig = Field(default=ValidationConfig(), description="held-out data")
+    volumes: tuple[VolumeConfig, ...] = Field(min_length=1)
+    """the zarr volumes to draw from; a path such as images/*.zarr is one for each match"""
+    patch_size: SizeZYX = (72, 136, 136)
+    """voxels (z, y, x) of one training example"""
+    stream_gib: float = Field(1.0, gt=0)
+    """memory for the regions in flight, GiB; the size of regions, K and M follow from it"""
+    resident: Literal["auto"] | NonNegativeFloat = "auto"
+    """keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit and it saves
+    time; a number = up to that many GiB; 0 = never"""
+    patches_per_region: PositiveInt | None = None
+    """K, patches cut from each region read; null = 1 to 128, by region size; 1 = one region per patch"""
+    regions_in_flight: PositiveInt | None = None
+    """M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit"""
+    min_foreground: float = Field(0.0, ge=0, le=1)
+    """minimum share of foreground in every patch (an estimate for masks of more than 2^30 voxels); 0 = patches from
+    everywhere"""
+    foreground: ForegroundConfig = ForegroundConfig()
+    """definition of foreground"""
+    missing_chunk: Literal["air", "error"] = "air"
+    """air = missing chunks have the fill value; error = they end the run with exit 6"""
+    nan: Literal["air", "error"] | float = "air"
+    """value for NaN and infinity: air = the fill value (0 if that is not finite); a number; error = treat as damage"""
+    max_quarantined: NonNegativeInt = 32
+    """limit on unreadable regions, which are replaced; one more ends the run with exit 6"""
+    store: StoreConfig = StoreConfig()
+    """how chunks are read"""
+    augment: AugmentConfig = AugmentConfig()
+    """random symmetries"""
+    normalize: NormalizeConfig = NormalizeConfig()
+    """scaling of intensities to model values"""
+    condition_normalize: NormalizeConfig = NormalizeConfig()
+    """the same for the condition"""
+    condition_classes: PositiveInt | tuple[int, ...] | None = None
+    """the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and encoded as n
+    channels of 0 and 1; null = intensities"""
+    class_weights: Annotated[tuple[ClassWeight, ...], BeforeValidator(_as_weights)] = ()
+    """classes of the condition that patches hold more often than by chance; {1: 0.3} is short for [{label: 1, share:
+    0.3}]"""
+    validation: ValidationConfig = ValidationConfig()
+    """held-out data"""
 
     @property
     def class_values(self) -> tuple[int, ...] | None:

@@ -70,7 +70,7 @@ def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tu
     """Yield every key of the config (`data.volumes[].path`) with its JSON schema, sections first.  Pure."""
     for name, found in (_config_schema() if schema is None else schema)["properties"].items():
         key, key_schema = f"{prefix}{name}", _resolved(found)
-        yield key, key_schema
+        yield key, key_schema | {"description": " ".join(key_schema["description"].split())}
         inner = _resolved(_not_null(key_schema))
         below, mark = (_resolved(inner["items"]), "[].") if "items" in inner else (inner, ".")
         if "properties" in below:

@@ -31,60 +31,60 @@ def _check_name(name: str) -> str:
 class MonitorConfig(Section):
     """Monitoring of memory, CPUs and GPUs, where the figures go, and the memory guard."""
 
-    sample_every_s: float = Field(1.0, ge=0.5, le=10, description="seconds between samples of memory, CPUs and GPUs")
-    tensorboard: bool = Field(True, description="also write the records of metrics.jsonl to tb/ for TensorBoard")
-    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
-        (), description="also send metrics to Weights & Biases or MLflow (needs their package)"
-    )
-    prometheus_port: Port | HostAndPort | None = Field(
-        None,
-        description="port of this machine for Prometheus, or HOST:PORT (0.0.0.0:9400 = all interfaces, readable by "
-        "anyone); null = none",
-    )
-    verdict_every: NonNegativeInt = Field(50, description="steps between verdicts on the bottleneck; 0 = none")
-    stall_minutes: float | None = Field(
-        5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
-    )
-    guard: Literal["off", "warn", "act"] = Field(
-        "act",
-        description="response to memory running out: act = at 84 % of the limit drop volumes kept in memory, then "
-        "halve the prefetch and stop a worker, once; at 92 % save and exit 4 (Ray kills workers at 95 %)",
-    )
-    ram_limit_gib: float | None = Field(
-        None, gt=0, description="memory limit of this run and its workers, GiB; null = the cgroup's or machine's"
-    )
+    sample_every_s: float = Field(1.0, ge=0.5, le=10)
+    """seconds between samples of memory, CPUs and GPUs"""
+    tensorboard: bool = True
+    """also write the records of metrics.jsonl to tb/ for TensorBoard"""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """also send metrics to Weights & Biases or MLflow (needs their package)"""
+    prometheus_port: Port | HostAndPort | None = None
+    """port of this machine for Prometheus, or HOST:PORT (0.0.0.0:9400 = all interfaces, readable by anyone); null =
+    none"""
+    verdict_every: NonNegativeInt = 50
+    """steps between verdicts on the bottleneck; 0 = none"""
+    stall_minutes: float | None = Field(5.0, ge=0)
+    """minutes without a batch or a step after which the run counts as hung; 0 or null = never"""
+    guard: Literal["off", "warn", "act"] = "act"
+    """response to memory running out: act = at 84 % of the limit drop volumes kept in memory, then halve the prefetch
+    and stop a worker, once; at 92 % save and exit 4 (Ray kills workers at 95 %)"""
+    ram_limit_gib: float | None = Field(None, gt=0)
+    """memory limit of this run and its workers, GiB; null = the cgroup's or machine's"""
 
 
 class ClusterConfig(Section):
     """Ray cluster, and the ranks on it."""
 
-    address: Annotated[str | None, AfterValidator(lambda address: None if address == "local" else address)] = Field(
-        None, description="running Ray cluster, HOST:PORT or auto; local or null = a private Ray on this machine"
-    )
-    min_ranks: PositiveInt | None = Field(
-        None, description="continue with this many ranks when others are lost; null = wait for all of training.ranks"
-    )
-    worker_nodes: Literal["auto", "same", "any"] = Field(
-        "auto",
-        description="where workers run: same = on the trainer's node; auto = same for several ranks, otherwise any",
-    )
-    max_restarts: NonNegativeInt = Field(10, description="limit on restarts from the last checkpoint after lost ranks")
-    rank_timeout_minutes: float = Field(
-        30.0, gt=0, description="longest wait of a rank for other ranks, for a preview on rank 0, or for nodes"
-    )
+    address: Annotated[str | None, AfterValidator(lambda address: None if address == "local" else address)] = None
+    """running Ray cluster, HOST:PORT or auto; local or null = a private Ray on this machine"""
+    min_ranks: PositiveInt | None = None
+    """continue with this many ranks when others are lost; null = wait for all of training.ranks"""
+    worker_nodes: Literal["auto", "same", "any"] = "auto"
+    """where workers run: same = on the trainer's node; auto = same for several ranks, otherwise any"""
+    max_restarts: NonNegativeInt = 10
+    """limit on restarts from the last checkpoint after lost ranks"""
+    rank_timeout_minutes: float = Field(30.0, gt=0)
+    """longest wait of a rank for other ranks, for a preview on rank 0, or for nodes"""
 
 
 class Config(Section):
     """One experiment."""
 
-    name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
-    seed: NonNegativeInt = Field(0, description="seed of all randomness: weights, order of samples, noise")
-    data: DataConfig = Field(description="source and order of the patches")
-    training: TrainingConfig = Field(TrainingConfig(), description="training loop")
-    diffusion: DiffusionConfig = Field(DiffusionConfig(), description="noise schedule and sampler")
-    model: ModelConfig = Field(ModelConfig(), description="the network")
-    monitor: MonitorConfig = Field(MonitorConfig(), description="monitoring of memory, CPUs and GPUs")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="Ray cluster and ranks")
+    name: Annotated[str, AfterValidator(_check_name)]
+    """the run directory is runs/<name>"""
+    seed: NonNegativeInt = 0
+    """seed of all randomness: weights, order of samples, noise"""
+    data: DataConfig
+    """source and order of the patches"""
+    training: TrainingConfig = TrainingConfig()
+    """training loop"""
+    diffusion: DiffusionConfig = DiffusionConfig()
+    """noise schedule and sampler"""
+    model: ModelConfig = ModelConfig()
+    """the network"""
+    monitor: MonitorConfig = MonitorConfig()
+    """monitoring of memory, CPUs and GPUs"""
+    cluster: ClusterConfig = ClusterConfig()
+    """Ray cluster and ranks"""
 
     def with_training(self, **changes: Any) -> Self:
         """Return a copy with other, unvalidated values of `training`.  Pure."""

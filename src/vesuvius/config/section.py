@@ -65,13 +65,16 @@ def natural(value: Any) -> Any:
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent type conversion.
 
-    In Python, lists, `os.PathLike` and the numbers and arrays of numpy or torch stand for tuples, text and numbers.
+    The text below a field is its description.  In Python, lists, `os.PathLike` and the numbers and arrays of numpy or
+    torch stand for tuples, text and numbers.
 
     Raises:
         ConfigError: constructed in Python with a wrong value (`model_validate` raises pydantic's own error).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def __init__(self, **fields: Any) -> None:
         try:

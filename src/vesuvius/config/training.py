@@ -14,19 +14,21 @@ from vesuvius.config.section import NonNegativeInt, PathText, PositiveFloat, Pos
 class ModelConfig(Section):
     """The 3D U-Net."""
 
-    channels: tuple[PositiveInt, ...] = Field((128, 256, 512), min_length=1, description="of each level, finest first")
-    strides: tuple[SizeZYX, ...] | None = Field(
-        None, description="downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each"
-    )
-    blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; the decoder has one more")
-    stem_stride: SizeZYX = Field((2, 2, 2), description="voxels (z, y, x) of a box that becomes a voxel of the trunk")
-    full_res_channels: NonNegativeInt = Field(64, description="channels of the full-resolution blocks; 0 = none")
-    patch_embed_kernel: Literal[1, 3] | None = Field(
-        None,
-        description="boxes of stem_stride voxels per axis from which each voxel of the trunk is embedded; null = 1, or "
-        "3 without full-resolution blocks",
-    )
-    attention_heads: NonNegativeInt = Field(8, description="self-attention heads at the coarsest level; 0 = none")
+    channels: tuple[PositiveInt, ...] = Field((128, 256, 512), min_length=1)
+    """of each level, finest first"""
+    strides: tuple[SizeZYX, ...] | None = None
+    """downsampling factors (z, y, x) from each level to the next; null = [2, 2, 2] each"""
+    blocks_per_level: PositiveInt = 2
+    """residual blocks per encoder level; the decoder has one more"""
+    stem_stride: SizeZYX = (2, 2, 2)
+    """voxels (z, y, x) of a box that becomes a voxel of the trunk"""
+    full_res_channels: NonNegativeInt = 64
+    """channels of the full-resolution blocks; 0 = none"""
+    patch_embed_kernel: Literal[1, 3] | None = None
+    """boxes of stem_stride voxels per axis from which each voxel of the trunk is embedded; null = 1, or 3 without
+    full-resolution blocks"""
+    attention_heads: NonNegativeInt = 8
+    """self-attention heads at the coarsest level; 0 = none"""
 
     @property
     def level_strides_zyx(self) -> tuple[Triple, ...]:
@@ -69,81 +71,76 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """The training loop: batch, readers, optimizer, checkpoints."""
 
-    train_batch_size: PositiveInt | Literal["auto"] = Field(
-        1,
-        description="patches per micro-batch, on the GPU at once; auto = as many of the accumulate_steps patches as "
-        "the memory plan allows, or, with one rank, fewer after running out of memory",
-    )
-    accumulate_steps: PositiveInt = Field(
-        1,
-        description="micro-batches per optimizer step; effective batch = train_batch_size (auto: 1) x accumulate_steps "
-        "x ranks; if overrides change it, dry run and log say what usually follows",
-    )
-    ranks: PositiveInt | Literal["auto"] = Field(
-        1, description="trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun"
-    )
-    workers: NonNegativeInt = Field(
-        2, description="Ray worker processes per rank; 0 = threads of the trainer, one per core"
-    )
-    prefetch_factor: PositiveInt = Field(2, description="batches prefetched per worker, in trainer memory")
-    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps per epoch (bookkeeping only)")
-    epochs: PositiveInt = Field(1, description="epochs x steps_per_epoch = length of the run and of the schedule")
-    max_steps: PositiveInt | None = Field(None, description="stop after this many steps; schedules keep their length")
-    max_hours: float | None = Field(None, gt=0, description="save and exit 75 after this many hours of a session")
-    amp: Literal["auto", "off", "bf16", "fp16"] = Field(
-        "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
-    )
-    channels_last: bool | Literal["auto"] = Field(
-        "auto", description="weights and activations in channels_last_3d memory order; auto = on a GPU in 16 bits"
-    )
-    recompute_norm: bool | Literal["auto"] = Field(
-        "auto",
-        description="recompute norms and SiLU in the backward pass instead of storing them; same results; auto = "
-        "unless a GPU has memory to store them",
-    )
-    checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
-        (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"
-    )
-    compile: bool | Literal["auto"] = Field(
-        "auto",
-        description="torch.compile the network's blocks: slow first step, faster steps after it; auto = on a GPU, "
-        "unless deterministic",
-    )
-    cudnn_benchmark: bool = Field(True, description="let cuDNN choose its kernels by timing them once")
-    deterministic: bool = Field(False, description="bit-reproducible kernels: exact resume on a GPU too; slower")
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon = orthogonalized momentum for kernels (less memory), AdamW for the rest"
-    )
-    lr: float = Field(1e-4, gt=0, description="peak learning rate of both optimizers")
-    lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
-        "cosine", description="learning rate after the warm-up; cosine reaches 0 at the end of the last epoch"
-    )
-    warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, for weights with two or more axes")
-    clip_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
-    ema_decay: float = Field(0.9999, ge=0, lt=1, description="decay of the averaged weights, warmed up as (1+n)/(10+n)")
-    extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        (), description="validated and saved as well"
-    )
-    init_from: PathText | None = Field(
-        None, description="run, checkpoint or .safetensors file whose averaged weights initialize a new run"
-    )
-    save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last is always saved")
-    keep_last: PositiveInt = Field(3, description="newest checkpoints to keep; older ones are deleted")
-    keep_every: PositiveInt | None = Field(
-        None, description="checkpoints at its multiples are never deleted; null = none"
-    )
-    validate_every: NonNegativeInt = Field(
-        1000, description="optimizer steps between validations on held-out patches, and at the end; 0 = none"
-    )
-    validate_patches: PositiveInt = Field(16, description="held-out patches per validation, each at 8 noise levels")
-    preview_every: NonNegativeInt = Field(
-        0, description="steps between previews, and one at 90 s and the end; 0 = none"
-    )
-    max_nonfinite: PositiveInt = Field(1, description="consecutive non-finite steps that stop the run with exit 5")
-    resume: Literal["never", "auto"] = Field(
-        "never", description="auto = continue from the newest checkpoint if there is one, otherwise start"
-    )
+    train_batch_size: PositiveInt | Literal["auto"] = 1
+    """patches per micro-batch, on the GPU at once; auto = as many of the accumulate_steps patches as the memory plan
+    allows, or, with one rank, fewer after running out of memory"""
+    accumulate_steps: PositiveInt = 1
+    """micro-batches per optimizer step; effective batch = train_batch_size (auto: 1) x accumulate_steps x ranks; if
+    overrides change it, dry run and log say what usually follows"""
+    ranks: PositiveInt | Literal["auto"] = 1
+    """trainer processes, one GPU each; auto = one per GPU of this machine, or as started by torchrun"""
+    workers: NonNegativeInt = 2
+    """Ray worker processes per rank; 0 = threads of the trainer, one per core"""
+    prefetch_factor: PositiveInt = 2
+    """batches prefetched per worker, in trainer memory"""
+    steps_per_epoch: PositiveInt = 1000
+    """optimizer steps per epoch (bookkeeping only)"""
+    epochs: PositiveInt = 1
+    """epochs x steps_per_epoch = length of the run and of the schedule"""
+    max_steps: PositiveInt | None = None
+    """stop after this many steps; schedules keep their length"""
+    max_hours: float | None = Field(None, gt=0)
+    """save and exit 75 after this many hours of a session"""
+    amp: Literal["auto", "off", "bf16", "fp16"] = "auto"
+    """autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"""
+    channels_last: bool | Literal["auto"] = "auto"
+    """weights and activations in channels_last_3d memory order; auto = on a GPU in 16 bits"""
+    recompute_norm: bool | Literal["auto"] = "auto"
+    """recompute norms and SiLU in the backward pass instead of storing them; same results; auto = unless a GPU has
+    memory to store them"""
+    checkpoint_levels: tuple[NonNegativeInt, ...] = ()
+    """levels whose activations are recomputed in the backward pass; 0 = full resolution"""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile the network's blocks: slow first step, faster steps after it; auto = on a GPU, unless
+    deterministic"""
+    cudnn_benchmark: bool = True
+    """let cuDNN choose its kernels by timing them once"""
+    deterministic: bool = False
+    """bit-reproducible kernels: exact resume on a GPU too; slower"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon = orthogonalized momentum for kernels (less memory), AdamW for the rest"""
+    lr: float = Field(1e-4, gt=0)
+    """peak learning rate of both optimizers"""
+    lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = "cosine"
+    """learning rate after the warm-up; cosine reaches 0 at the end of the last epoch"""
+    warmup_steps: NonNegativeInt = 500
+    """optimizer steps of linear learning-rate warm-up"""
+    weight_decay: float = Field(0.01, ge=0)
+    """decoupled weight decay, for weights with two or more axes"""
+    clip_norm: float = Field(1.0, gt=0)
+    """gradient norm above which gradients are scaled down"""
+    ema_decay: float = Field(0.9999, ge=0, lt=1)
+    """decay of the averaged weights, warmed up as (1+n)/(10+n)"""
+    extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
+    """validated and saved as well"""
+    init_from: PathText | None = None
+    """run, checkpoint or .safetensors file whose averaged weights initialize a new run"""
+    save_every: PositiveInt = 500
+    """optimizer steps between checkpoints; the last is always saved"""
+    keep_last: PositiveInt = 3
+    """newest checkpoints to keep; older ones are deleted"""
+    keep_every: PositiveInt | None = None
+    """checkpoints at its multiples are never deleted; null = none"""
+    validate_every: NonNegativeInt = 1000
+    """optimizer steps between validations on held-out patches, and at the end; 0 = none"""
+    validate_patches: PositiveInt = 16
+    """held-out patches per validation, each at 8 noise levels"""
+    preview_every: NonNegativeInt = 0
+    """steps between previews, and one at 90 s and the end; 0 = none"""
+    max_nonfinite: PositiveInt = 1
+    """consecutive non-finite steps that stop the run with exit 5"""
+    resume: Literal["never", "auto"] = "never"
+    """auto = continue from the newest checkpoint if there is one, otherwise start"""
 
     @property
     def micro_batch(self) -> int:
@@ -164,72 +161,44 @@ NoiseEmbedding = Literal["log_sigma", "t"]
 class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
-    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="number of noise levels")
-    noise: Literal["spectral", "cosine", "linear"] = Field(
-        "spectral",
-        description="noise levels: spectral = uniform in log-SNR over the range that the data's power spectrum needs; "
-        "cosine, linear = the classic schedules",
-    )
-    sigma_min: float = Field(0.02, gt=0, description="lowest spectral noise level, in standard deviations of the data")
-    sigma_max: float | None = Field(
-        None,
-        gt=0,
-        description="highest spectral noise level; null = four times the largest amplitude of the measured spectrum",
-    )
-    noise_embedding: NoiseEmbedding | None = Field(
-        None,
-        description="how the network is told the noise level; log_sigma means the same for all patch sizes, volumes "
-        "and schedules; null = log_sigma, or on a resume that of the checkpoint (t before there was a choice)",
-    )
-    prediction: Prediction = Field(
-        "v",
-        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs "
-        "a sampler_clip",
-    )
-    min_snr_gamma: float | None = Field(
-        None,
-        gt=0,
-        description="cap on the loss weight by signal-to-noise ratio; null = none; spectral noise has its own weights",
-    )
-    condition_dropout: float = Field(
-        0.1, ge=0, lt=1, description="share of samples trained without their condition, needed for guidance; 0 = none"
-    )
-    condition_noise: float = Field(
-        0.0,
-        ge=0,
-        description="noise that training adds to a condition with context, so that its defects are not copied: the "
-        "largest standard deviation, in model values; 0 = none",
-    )
-    sampler: SamplerMethod = Field("dpmpp2m", description="sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)")
-    sampler_steps: PositiveInt = Field(
-        30,
-        description="steps per generated sample; heun evaluates the network twice in all but the last; ddim and "
-        "ddpm need 40 or more",
-    )
-    sampler_clip: float | None = Field(
-        None, gt=0, description="limit on |x_0| in each step, in model values; null = none"
-    )
-    sampler_guidance: float = Field(
-        1.0,
-        ge=0,
-        description="classifier-free guidance: 1 = plain condition, more = stronger, 0 = ignore the condition",
-    )
-    sampler_condition_noise: float | None = Field(
-        None,
-        ge=0,
-        description="noise added to the condition while sampling, at most condition_noise; null = a quarter of it",
-    )
-    residual_guidance: float = Field(
-        1.0,
-        gt=0,
-        description="factor on the network's correction of the Wiener filter while sampling (spectral noise only); 1.5 "
-        "sharpens clean volumes after brief training, and distorts noisy scans",
-    )
-    residual_guidance_interval: tuple[PositiveFloat, PositiveFloat] | None = Field(
-        (1.0, 30.0),
-        description="noise levels between which residual_guidance applies, in standard deviations of the data (in "
-        "model values without spectral noise); null = all",
-    )
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = 1000
+    """number of noise levels"""
+    noise: Literal["spectral", "cosine", "linear"] = "spectral"
+    """noise levels: spectral = uniform in log-SNR over the range that the data's power spectrum needs; cosine, linear =
+    the classic schedules"""
+    sigma_min: float = Field(0.02, gt=0)
+    """lowest spectral noise level, in standard deviations of the data"""
+    sigma_max: float | None = Field(None, gt=0)
+    """highest spectral noise level; null = four times the largest amplitude of the measured spectrum"""
+    noise_embedding: NoiseEmbedding | None = None
+    """how the network is told the noise level; log_sigma means the same for all patch sizes, volumes and schedules;
+    null = log_sigma, or on a resume that of the checkpoint (t before there was a choice)"""
+    prediction: Prediction = "v"
+    """what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs a sampler_clip"""
+    min_snr_gamma: float | None = Field(None, gt=0)
+    """cap on the loss weight by signal-to-noise ratio; null = none; spectral noise has its own weights"""
+    condition_dropout: float = Field(0.1, ge=0, lt=1)
+    """share of samples trained without their condition, needed for guidance; 0 = none"""
+    condition_noise: float = Field(0.0, ge=0)
+    """noise that training adds to a condition with context, so that its defects are not copied: the largest standard
+    deviation, in model values; 0 = none"""
+    sampler: SamplerMethod = "dpmpp2m"
+    """sampler; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"""
+    sampler_steps: PositiveInt = 30
+    """steps per generated sample; heun evaluates the network twice in all but the last; ddim and ddpm need 40 or
+    more"""
+    sampler_clip: float | None = Field(None, gt=0)
+    """limit on |x_0| in each step, in model values; null = none"""
+    sampler_guidance: float = Field(1.0, ge=0)
+    """classifier-free guidance: 1 = plain condition, more = stronger, 0 = ignore the condition"""
+    sampler_condition_noise: float | None = Field(None, ge=0)
+    """noise added to the condition while sampling, at most condition_noise; null = a quarter of it"""
+    residual_guidance: float = Field(1.0, gt=0)
+    """factor on the network's correction of the Wiener filter while sampling (spectral noise only); 1.5 sharpens clean
+    volumes after brief training, and distorts noisy scans"""
+    residual_guidance_interval: tuple[PositiveFloat, PositiveFloat] | None = (1.0, 30.0)
+    """noise levels between which residual_guidance applies, in standard deviations of the data (in model values without
+    spectral noise); null = all"""
 
     @property
     def sampled_condition_noise(self) -> float:
