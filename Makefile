@@ -10,7 +10,8 @@ TEST_PROCESSES ?= 3
 # If it were set, each of some hundred test processes would recompile its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test tests test-long lint docs format clean check-python
+.PHONY: install demo test tests test-long wheel-test lint docs format clean check-python
+.PHONY: dist demo-model release-check release-files github-release docs-publish
 
 install: $(VENV)/.installed
 
@@ -49,9 +50,43 @@ test: install
 tests: install
 	$(BIN)/pytest -q -m "not long" -n $(TEST_PROCESSES) --dist worksteal
 
-# The full counts, benchmarks and rehearsals: minutes to hours.
+# The full counts, benchmarks and rehearsals: minutes to hours.  It continues where it was stopped; PARTS="plan runs/test_kills.py"
+# chooses parts.
 test-long: install
-	$(BIN)/pytest -m "long or hypothesis" --hypothesis-profile=full
+	$(BIN)/python tools/long_tests.py $(PARTS)
+
+# The wheel of `make dist`, alone in an empty environment, outside the checkout.
+wheel-test: dist
+	WHEEL="$$(ls $(CURDIR)/dist/*.whl)" $(BIN)/pytest -q tests/commands/test_wheel.py
+
+# A release (CONTRIBUTING.md); its workflow runs these targets.  TAG is the tag, such as v0.1.0.
+TAG ?= v$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+RELEASE := build/release
+
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build
+
+# A small trained model, its card and picture: some ten minutes on two cores.
+demo-model: $(VENV)/.runs
+	$(BIN)/python tools/demo_model.py $(RELEASE)
+
+release-check:
+	$(PYTHON) tools/release_notes.py "$(TAG)"
+
+# The wheel next to the demo model, and the SHA-256 sums of all.
+release-files:
+	cp dist/* $(RELEASE)
+	cd $(RELEASE) && rm -f SHA256SUMS && sha256sum * > SHA256SUMS && cat SHA256SUMS
+
+github-release:
+	$(PYTHON) tools/release_notes.py "$(TAG)" | gh release create "$(TAG)" --verify-tag --title "$(TAG)" --notes-file - $(RELEASE)/*
+
+# The documentation as version 0.1 of the site on the branch gh-pages, next to the earlier ones; PUSH= only commits.
+PUSH ?= --push
+docs-publish: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases "$(basename $(TAG:v%=%))" latest
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default $(PUSH) latest
 
 format: install
 	$(BIN)/ruff check --fix .
