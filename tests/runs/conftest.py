@@ -22,7 +22,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def _two_steps(tmp_path_factory: pytest.TempPathFactory, written_volume: Path) -> Path:
+def two_steps(tmp_path_factory: pytest.TempPathFactory, written_volume: Path) -> Path:
     folder = tmp_path_factory.mktemp("two_steps")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny_sections("tiny", written_volume)))
     with chdir(folder):
@@ -31,9 +31,9 @@ def _two_steps(tmp_path_factory: pytest.TempPathFactory, written_volume: Path) -
 
 
 @pytest.fixture
-def trained(_two_steps: Path, tmp_path: Path, tiny_config: WriteConfig) -> Path:
+def trained(two_steps: Path, tmp_path: Path, tiny_config: WriteConfig) -> Path:
     """Config of the run `tiny`, which has made two steps here, with a checkpoint of each."""
-    shutil.copytree(_two_steps, tmp_path / "runs", symlinks=True)
+    shutil.copytree(two_steps, tmp_path / "runs", symlinks=True)
     return tiny_config()
 
 

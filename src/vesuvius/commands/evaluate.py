@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentTypeError
 from itertools import pairwise
-from pathlib import Path
 
 from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, naturals, say
 from vesuvius.commands.sample import add_sampling, sampling_of
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
         "and montage.png.",
         examples=("vesuvius evaluate demo", "vesuvius evaluate demo --generated runs/demo/samples/generated.zarr"),
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
+    parser.add_argument("run", metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
     parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")
     generated = (
         "evaluate this instead of new samples: .npy or zarr, patches [N, Z, Y, X] or a volume, in its intensities"

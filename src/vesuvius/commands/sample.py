@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vesuvius.commands.cli import (
@@ -79,10 +78,10 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--checkpoint",
-        type=Path,
         required=True,
         metavar="RUN_OR_FILE",
-        help="name or directory of a run (its newest checkpoint), or a checkpoint, such as runs/NAME/checkpoints/best",
+        help="name or directory of a run (its newest checkpoint), a checkpoint, such as runs/NAME/checkpoints/best, or "
+        "a model file or its address (docs/model-card.md)",
     )
     parser.add_argument("--count", type=positive, help="number of patches (default: 16)")
     parser.add_argument(
@@ -100,7 +99,7 @@ def _parser() -> Parser:
     ids = "ids of the bodies or sheets in --condition, voxel by voxel: pairs get them too"
     volumes.add_argument("--instances", type=array, metavar="VOLUME", help=ids)
     coarse = "run or checkpoint that first draws the condition, a coarser volume, to OUT.coarse.zarr"
-    volumes.add_argument("--coarse", type=Path, metavar="RUN_OR_FILE", help=coarse)
+    volumes.add_argument("--coarse", metavar="RUN_OR_FILE", help=coarse)
     volumes.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
     volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
@@ -125,27 +124,29 @@ def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup)
     weights = "ema (averaged; default), model (the last step's), ema_0.999 and the like (training.extra_ema_decays)"
     more.add_argument("--weights", default="ema", metavar="NAME", help=weights)
     guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
-    more.add_argument("--guide", type=Path, metavar="CHECKPOINT", help=guide)
+    more.add_argument("--guide", metavar="CHECKPOINT", help=guide)
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
     for option, (key, meaning) in KEYS.items():
         keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=f"{key}: {meaning}")
 
 
-def sampling_of(arguments: argparse.Namespace, checkpoint: Path, volume_index: int) -> dict[str, Any]:
-    """Return the fields of a `GenerateRequest`.  Raises ConfigError if the checkpoint of --guide does not exist."""
-    from vesuvius.training.checkpoint.format import find_checkpoint  # imports torch
+def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: int) -> dict[str, Any]:
+    """Return the fields of a `GenerateRequest`.  Fetches a model at an address; raises as `local_checkpoint`, and
+    ConfigError if the checkpoint of --guide does not exist."""
+    from vesuvius.training.checkpoint.download import local_checkpoint  # imports torch
+    from vesuvius.training.checkpoint.format import find_checkpoint
 
     values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
     if "," in str(interval := arguments.residual_guidance_interval):
         values["diffusion.residual_guidance_interval"] = f"[{interval.strip('[]')}]"
     return {
-        "checkpoint": checkpoint,
+        "checkpoint": local_checkpoint(checkpoint),
         "weights": arguments.weights,
         "overrides": tuple(f"{key}={value}" for key, value in values.items() if value is not None),
         "seed": arguments.seed,
         "batch_size": arguments.batch_size,
         "volume_index": volume_index,
-        "guide": arguments.guide and find_checkpoint(arguments.guide, "--guide").resolve(),
+        "guide": arguments.guide and find_checkpoint(local_checkpoint(arguments.guide), "--guide").resolve(),
     }
 
 
@@ -187,6 +188,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.inputs import InputConfig
     from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
     from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume, with_coarse
+    from vesuvius.training.checkpoint.download import local_checkpoint
 
     inputs = InputConfig(*(getattr(arguments, each.name) for each in fields(InputConfig)))
     options = {name: value for name in _OF_VOLUMES if (value := getattr(arguments, name)) is not None}
@@ -202,7 +204,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     common |= {"instances_out": instances_out}
     request, coarse = VolumeRequest(**common, **options), None
     if arguments.coarse is not None:
-        coarse, request = with_coarse(request, arguments.coarse)
+        coarse, request = with_coarse(request, local_checkpoint(arguments.coarse))
     check_picture(request, picture)
     if arguments.dry_run:  # of the coarse volume, which the other one would need
         say("of --coarse alone: " * (coarse is not None) + forecast_volume(coarse or request))

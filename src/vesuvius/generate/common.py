@@ -145,7 +145,7 @@ def base_record(info: CheckpointInfo, request: GenerateRequest) -> dict[str, Any
 
 
 class Network:
-    """The trained network of a request whose `checkpoint` is a directory, its schedule and its conditions."""
+    """The trained network of a request whose `checkpoint` is a directory or model file, its schedule and conditions."""
 
     def __init__(self, request: GenerateRequest, evaluations: int) -> None:
         """Load it, compiled (`training.compile`) if that pays for this number of evaluations of a patch."""

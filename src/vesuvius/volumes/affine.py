@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,8 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
 from vesuvius.volumes.format.metadata import parse_object
-from vesuvius.volumes.store.objects import display_address, is_remote
-from vesuvius.volumes.store.source import Source
+from vesuvius.volumes.store.objects import display_address
+from vesuvius.volumes.store.source import open_object
 
 Floats = NDArray[np.floating[Any]]
 Rows = tuple[tuple[float, ...], ...]
@@ -214,10 +213,8 @@ def read_transform(address: str, config: StoreConfig) -> tuple[Floats, str]:
 
     Raises DataError: there is none, or its matrix cannot be used.
     """
-    base, mark, query = address.partition("?") if is_remote(address) else (address, "", "")
-    folder, _, key = base.rpartition("/")
-    key = unquote(key) if address.startswith(("http://", "https://")) else key
-    with closing(Source(f"{folder}{mark}{query}", config)) as source:
+    source, key = open_object(address, config)
+    with closing(source):
         try:
             data = source.get(key, cached=False)
         except FetchError as error:

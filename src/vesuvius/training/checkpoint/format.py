@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.checkpoint.model_file import is_model_file, read_weights
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
 def load_weights_file(path: Path) -> dict[str, Tensor]:
     """Weights by name, on the CPU.  Raises StorageError."""
     try:
-        return load_file(path)
+        return read_weights(path)
     except (OSError, SafetensorError) as error:
         raise checkpoint_error(path, error) from error
 
@@ -151,8 +151,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
     """Checkpoint of a trained model: the newest intact one of a run, or the given one if its manifest is intact.
 
     Args:
-        given: a run directory, the name of a run in `runs/`, a checkpoint directory (or the link `best`), or a weights
-            file in one.
+        given: a run directory, the name of a run in `runs/`, a checkpoint directory (or the link `best`), a weights
+            file in one, or a model file (`model_file.py`), which is returned itself.
         asked: option name for messages.
 
     Raises ConfigError: no such run or checkpoint, or none yet; StorageError: none intact, or no read permission.
@@ -169,6 +169,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 if damage := find_damage(linked, ()):
                     raise checkpoint_error(linked, damage)
                 return linked
+            if is_model_file(path):
+                return path
             if RunDir(path).checkpoints.is_dir():
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest
@@ -176,8 +178,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
         nowhere = f"is neither {given.absolute()} nor a run in {runs_root().absolute()}"
         problem = "is not a run or checkpoint" if given.exists() else nowhere
     raise ConfigError(
-        f"{asked}={given} {problem}; give a run directory, a run's name in runs/, a checkpoint directory, or the "
-        f"model.safetensors or state.pt in one, such as runs/NAME or runs/NAME/checkpoints/{BEST}"
+        f"{asked}={given} {problem}; give a run directory, a run's name in runs/, a checkpoint directory, the "
+        f"model.safetensors or state.pt in one, such as runs/NAME or runs/NAME/checkpoints/{BEST}, or a model file"
     )
 
 

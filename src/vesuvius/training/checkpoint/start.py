@@ -36,8 +36,16 @@ from vesuvius.training.checkpoint.format import (
     step_of,
     weights_file,
 )
+from vesuvius.training.checkpoint.model_file import is_model_file
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.trained import CheckpointInfo, DataFacts, TrainedVolume, load_weights, trained_volumes
+from vesuvius.training.checkpoint.trained import (
+    CheckpointInfo,
+    DataFacts,
+    TrainedVolume,
+    load_weights,
+    read_checkpoint_info,
+    trained_volumes,
+)
 from vesuvius.training.ranks.share import batch_advice
 from vesuvius.training.step.setup import build_meta_network
 from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
@@ -234,10 +242,15 @@ def compare_initial(source: Path, now: Config, data_now: DataFacts | None) -> li
     Returns differences that a new run may have, one line each.  Raises ConfigError: the weights mean something else.
     """
     path, data_then = source.parent / CONFIG, None
+    is_checkpoint = (source.parent / MANIFEST).is_file()
     try:
-        if is_checkpoint := (source.parent / MANIFEST).is_file():
-            check_files(source.parent, CONFIG)
-        before = parse_stored(read_yaml(path.read_text(encoding="utf-8"), str(path))[0], source=str(path))
+        if is_model_file(source):
+            info = read_checkpoint_info(source)
+            path, before, data_then = source, info.config, info.data
+        else:
+            if is_checkpoint:
+                check_files(source.parent, CONFIG)
+            before = parse_stored(read_yaml(path.read_text(encoding="utf-8"), str(path))[0], source=str(path))
     except (OSError, ValueError, TypeError, AttributeError) as error:  # a ConfigError is a ValueError
         if is_checkpoint:
             raise

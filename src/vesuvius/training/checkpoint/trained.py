@@ -25,12 +25,14 @@ from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, Prepa
 from vesuvius.training.checkpoint.format import (
     STATE,
     check_files,
+    digest,
     load_state,
     load_weights_file,
     read_digests,
     stored_averages,
     weights_file,
 )
+from vesuvius.training.checkpoint.model_file import check_average, read_model_state
 from vesuvius.training.checkpoint.save import write_state
 from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
 from vesuvius.volumes.affine import Rows
@@ -100,7 +102,7 @@ class DataFacts:
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
             return cls(tuple(volumes), IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "
                 "an earlier version of vesuvius; use that version, or start a new run"
@@ -143,7 +145,7 @@ def voxel_settings(config: DataConfig) -> str:
 class CheckpointInfo:
     """A checkpoint to sample with, or to resume."""
 
-    checkpoint: Path
+    checkpoint: Path  # its directory, or a model file
     step: int  # optimizer steps done
     config: Config  # of the run, with overrides
     data: DataFacts  # training data
@@ -170,7 +172,7 @@ class Denoiser:
             self.network.load_state_dict(found)
         except RuntimeError as error:
             raise StorageError(
-                f"The weights in {info.checkpoint / _file_of(weights)} do not fit the network of their config: "
+                f"The {weights} weights of {info.checkpoint} do not fit the network of their config: "
                 f"{one_line(error)}; use the version of vesuvius that trained them"
             ) from error
 
@@ -185,9 +187,10 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
 
     Raises ConfigError: the overrides do not fit the config; StorageError: the state cannot be read.
     """
-    state = load_state(checkpoint / STATE, mmap=True)
+    is_file = checkpoint.is_file()
+    state = read_model_state(checkpoint) if is_file else load_state(checkpoint / STATE, mmap=True)
     try:
-        config = parse_stored(state["config"], overrides, source=str(checkpoint / STATE))
+        config = parse_stored(state["config"], overrides, source=str(checkpoint if is_file else checkpoint / STATE))
     except ConfigError as error:
         raise ConfigError(
             f"{error}\n(only keys with a `vesuvius sample` option can change for a trained model)"
@@ -201,6 +204,8 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     Raises ConfigError: the checkpoint has none of that name; StorageError: the file is missing or was changed.
     """
     check_weights(checkpoint, weights)
+    if checkpoint.is_file():
+        return load_weights_file(checkpoint)
     path = checkpoint / _file_of(weights)
     check_files(checkpoint, path.name)
     if weights == _LAST_WEIGHTS:
@@ -211,6 +216,9 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
 
 def check_weights(checkpoint: Path, weights: str) -> str:
     """SHA-256 sum of the file with these weights.  Raises ConfigError if the checkpoint lacks them."""
+    if checkpoint.is_file():
+        check_average(checkpoint, weights)
+        return digest(checkpoint)
     available = [*stored_averages(checkpoint), _LAST_WEIGHTS]
     if weights not in available:
         raise ConfigError(f"{checkpoint} has no weights {weights!r}; choose --weights from {', '.join(available)}")

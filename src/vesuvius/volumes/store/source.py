@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from obstore.exceptions import BaseError, PermissionDeniedError
 
@@ -48,6 +49,14 @@ _FIRST_ANSWER_S = 60.0  # a store that has never answered is more likely a wrong
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
 _STAMPS_MAX = 2**18  # some 60 MB
 _ANSWERS = 20  # tries to reach the same one of several servers, each with its own ETags, as before
+
+
+def open_object(address: str, config: StoreConfig) -> tuple[Source, str]:
+    """Return the source of one object, a path or URL, and the object's key in it."""
+    base, mark, query = address.partition("?") if is_remote(address) else (address, "", "")
+    folder, _, key = base.rpartition("/")
+    key = unquote(key) if address.startswith(("http://", "https://")) else key
+    return Source(f"{folder}{mark}{query}", config), key
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""A trained model in one `.safetensors` file: averaged weights, and in its header all else that sampling needs.
+
+    weights            as in `model.safetensors` of a checkpoint
+    vesuvius.spectrum  power spectrum of the training voxels
+    header             key "vesuvius": JSON with format, step, license, config, volumes and intensity ranges
+
+It holds no code and no pickle, so it can come from anywhere; `download.py` fetches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vesuvius.errors import ConfigError, StorageError, one_line
+
+SUFFIX = ".safetensors"
+FORMAT = 1
+_OWN = "vesuvius"
+_SPECTRUM = f"{_OWN}.spectrum"
+_FACTS = ("volumes", "intensities", "condition_intensities")
+
+
+def write_model_file(path: Path, state: dict[str, Any], weights: dict[str, Tensor], license_name: str) -> None:
+    """Write the averaged weights of a checkpoint's state.  The same arguments give the same bytes.  Raises OSError."""
+    spectrum = dict(state["spectrum"])
+    tensors = weights | {_SPECTRUM: spectrum.pop("power")}
+    described = {key: state[key] for key in ("step", "config", *_FACTS)} | {"spectrum": spectrum}
+    header = {_OWN: json.dumps({"format": FORMAT, "license": license_name} | described, sort_keys=True)}
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def is_model_file(path: Path) -> bool:
+    """Whether a file names its network, config and data; others hold weights alone.  Reads its header."""
+    if path.suffix != SUFFIX or not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            return _OWN in (file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"Cannot read {path}: {one_line(error)}; copy or download it again") from error
+
+
+def read_model_state(path: Path) -> dict[str, Any]:
+    """Return what a `state.pt` holds for sampling: step, config and facts.  Raises StorageError: another format."""
+    try:
+        with safe_open(path, "pt") as file:
+            state = json.loads(file.metadata()[_OWN])
+            power = file.get_tensor(_SPECTRUM)
+        known = state["format"] == FORMAT
+        state |= {key: _tuples(state[key]) for key in _FACTS} | {"spectrum": state["spectrum"] | {"power": power}}
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise StorageError(
+            f"Cannot read the model {path}: {type(error).__name__}: {one_line(error)}; copy or download it again"
+        ) from error
+    if not known:
+        raise StorageError(
+            f"Cannot read the model {path}: its format is {state['format']}, this version of vesuvius knows {FORMAT}; "
+            "install the version that wrote it, or a newer one"
+        )
+    return dict(state)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Weights by name, on the CPU, of a model file or of weights alone.  Raises OSError and SafetensorError."""
+    return {name: tensor for name, tensor in load_file(path).items() if name != _SPECTRUM}
+
+
+def check_average(path: Path, weights: str) -> None:
+    """Raise ConfigError unless `weights` are those of the file."""
+    if weights != "ema":
+        raise ConfigError(f"{path} holds only the weights 'ema'; remove --weights {weights}, or use a whole checkpoint")
+
+
+def _tuples(tree: Any) -> Any:
+    """JSON's lists as the tuples of a `state.pt`."""
+    if isinstance(tree, dict):
+        return {key: _tuples(value) for key, value in tree.items()}
+    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree
