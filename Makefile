@@ -84,9 +84,10 @@ github-release:
 
 # The documentation as version 0.1 of the site on the branch gh-pages, next to the earlier ones; PUSH= only commits.
 PUSH ?= --push
+MIKE = PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike
 docs-publish: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(PUSH) --update-aliases "$(basename $(TAG:v%=%))" latest
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default $(PUSH) latest
+	$(MIKE) deploy $(PUSH) --update-aliases "$(basename $(TAG:v%=%))" latest
+	$(MIKE) set-default $(PUSH) latest
 
 format: install
 	$(BIN)/ruff check --fix .

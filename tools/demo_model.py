@@ -68,7 +68,7 @@ def main(out: Path, overrides: list[str]) -> None:
         vesuvius("volume", "synth", "volumes/demo.zarr", "--shape", "192,256,256", "--seed", "0")
     config = ROOT / "src/vesuvius/demo.yaml"
     # A build that was stopped continues: a resume on a CPU changes no bit.
-    vesuvius("train", "--config", str(config), "--resume", *SETTINGS, *overrides)
+    vesuvius("train", "--config", str(config), *SETTINGS, "training.resume=auto", *overrides)
     run, model = work / "runs" / NAME, (out / f"{NAME}.safetensors").resolve()
     digest = export(run, model, LICENSE)
     vesuvius("sample", "--checkpoint", f"{model}", "--count", "8", "--out", f"samples/{digest[:12]}")

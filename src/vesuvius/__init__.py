@@ -27,7 +27,7 @@ __all__ = ["__version__", *_PUBLIC]
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} of vesuvius-diffusion has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     globals()[name] = found
     return found

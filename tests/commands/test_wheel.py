@@ -24,6 +24,8 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if given := os.environ.get("WHEEL"):  # `make wheel-test`: the one that is published
+        return Path(given)
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -37,11 +39,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"vesuvius/demo.yaml", "vesuvius/__init__.pyi", "vesuvius/py.typed"} <= set(names)
-    assert not [name for name in names if not name.startswith("vesuvius")]
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "vesuvius",
+        "vesuvius_diffusion",
+        "vesuvius_diffusion.py",
+    }
     venv, work = tmp_path / "venv", tmp_path / "work"
     work.mkdir()
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = [venv / "bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
+    pip = [venv / "bin/pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[train]"]
     subprocess.run(pip, check=True, timeout=1200)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -64,6 +70,10 @@ def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
     printed = run("python", "-c", snippet)
     assert "torch.Size([4, 1, 8, 32, 32])" in printed
     assert str(venv) in printed
+    (package,) = venv.glob("lib/python*/site-packages/vesuvius")
+    (package / "__init__.py").write_text("import something_of_villa\n")  # as if that were installed over it
+    done = subprocess.run([venv / "bin/vesuvius", "--help"], cwd=work, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n"), "not vesuvius-diffusion" in done.stderr) == (2, 1, True)
 
 
 def test_the_demo_is_that_of_the_checkout(

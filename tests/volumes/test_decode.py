@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from zarr.registry import register_codec
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
@@ -42,6 +45,46 @@ Address = Callable[[Path], str]
 @pytest.fixture(params=["disk", "http"])
 def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
     return str if request.param == "disk" else server.url_of
+
+
+class Touch:
+    """Unpickled, it makes the file `executed`."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        {"compressor": {"id": "pickle"}, "filters": None},
+        {"compressor": None, "filters": [{"id": "pickle"}]},
+        {"compressor": {"id": "pickle"}, "filters": [{"id": "shuffle"}]},
+        {"compressor": {"id": "pickle"}, "filters": [{"id": "vlen-bytes"}]},
+        {"dtype": "|O", "compressor": None, "filters": [{"id": "pickle"}]},
+        [{"name": "bytes"}, {"name": "numcodecs.pickle"}],
+        [{"name": "numcodecs.pickle"}],
+    ],
+    ids=str,
+)
+def test_no_volume_chooses_a_codec_that_executes_code(
+    codecs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numcodecs has one that unpickles, and the metadata of a volume are a stranger's."""
+    monkeypatch.chdir(tmp_path)
+    name, key, document = ".zarray", "0.0.0", {"shape": [8, 8, 8], "fill_value": 0}
+    if isinstance(codecs, dict):
+        document |= {"zarr_format": 2, "chunks": [8, 8, 8], "dtype": "|u1", "order": "C"} | codecs
+    else:
+        grid = {"name": "regular", "configuration": {"chunk_shape": [8, 8, 8]}}
+        document |= {"zarr_format": 3, "node_type": "array", "data_type": "uint8", "chunk_grid": grid, "codecs": codecs}
+        document |= {"chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}}}
+        name = "zarr.json"
+    (tmp_path / name).write_text(json.dumps(document))
+    (tmp_path / key).write_bytes(pickle.dumps(Touch()))
+    with pytest.raises(DataError, match=rf"Cannot read the metadata {name}"):
+        open_at(str(tmp_path)).read(((0, 0, 0), (8, 8, 8)))
+    assert not (tmp_path / "executed").exists()
 
 
 def open_at(address: str) -> Volume:
