@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "runs/README.md", "examples/*"]
+OUTSIDE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "runs/README.md", "examples/*"]
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -34,7 +34,8 @@ def test_pytest_commands_select_tests(document: Path) -> None:
         assert all(any(word in name for name in names) for word in wanted), f"no test is chosen by pytest {command}"
 
 
-def test_the_mutations_name_tests_that_exist() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)", (REPOSITORY / "CONTRIBUTING.md").read_text())
-    assert len(named) >= 20
+@pytest.mark.parametrize(("page", "least"), [("CONTRIBUTING.md", 20), ("SECURITY.md", 12), ("docs/upgrading.md", 3)])
+def test_mutations_and_promises_name_tests_that_exist(page: str, least: int) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)", (REPOSITORY / page).read_text())
+    assert len(named) >= least
     assert not [name for file, name in named if name not in names_below(f"tests/{file}")]

@@ -83,6 +83,7 @@ def test_a_token_is_used_unless_the_environment_sets_the_mode(no_token: Path) ->
     for _ in range(2):
         with start.authenticated(None):  # a private Ray has one of its own, and leaves none
             assert os.environ["RAY_AUTH_MODE"] == "token"
+            assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0", "nothing is sent to Ray's makers"
             tokens.add(os.environ["RAY_AUTH_TOKEN"])
     assert len(tokens) == 2
     assert list(no_token.iterdir()) == []
