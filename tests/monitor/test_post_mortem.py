@@ -168,7 +168,7 @@ class TestReader:
         """Samples after the death already have the new count."""
         counts, died = read_counts_of(os.getpid()), time.time() - 5
         if counts.cgroup is None:
-            pytest.skip("no count of kills of this cgroup")
+            pytest.skip("needs a cgroup whose OOM kills the kernel counts")
         samples = [
             replace(m, cgroup_oom_kills=counts.cgroup - (m.time < died - 0.5), machine_oom_kills=counts.machine)
             for m in memory_samples(time.time())

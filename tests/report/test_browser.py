@@ -13,7 +13,7 @@ from tools.report_shots import DESKTOP, PHONE, browser, measured, problems
 def test_every_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path: Path) -> None:
     program = browser()
     if program is None:
-        pytest.skip("no browser is installed")
+        pytest.skip("needs a browser (Chromium or Chrome)")
     main(tmp_path)
     for page in sorted(tmp_path.glob("*.html")):
         for width in (DESKTOP, PHONE):

@@ -71,7 +71,7 @@ def test_a_run_on_a_gpu_equals_one_on_the_cpu_and_its_own_resume(
         np.testing.assert_allclose(on_gpu[name], value, rtol=2e-3, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.skipif(GPU.type != "sim", reason="limits the stand-in's memory")
+@pytest.mark.skipif(GPU.type != "sim", reason="needs SIM_GPU=1: limits the stand-in's memory")
 @pytest.mark.gpu
 def test_a_micro_batch_that_a_gpu_cannot_hold_is_halved(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch

@@ -98,7 +98,7 @@ def test_other_dtypes_are_usage_errors(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_folder_that_cannot_be_read_is_no_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "locked").mkdir(mode=0)
     if os.access(tmp_path / "locked", os.R_OK):
-        pytest.skip("root reads everything")
+        pytest.skip("needs a user other than root, who may read everything")
     code, error = error_of(capsys, f"{tmp_path}/locked", f"{tmp_path}/out.zarr")
     assert code == 6
     assert "PermissionError" in error

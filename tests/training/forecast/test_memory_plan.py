@@ -55,7 +55,7 @@ DEFAULT = make_config()
 PLAIN = make_config({"recompute_norm": False, "checkpoint_levels": (0, 1, 2)})
 # Without kernels for bf16 oneDNN converts all to float32, in minutes and twice the memory.
 needs_bf16_kernels = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no kernels for bf16"
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with kernels for bf16"
 )
 
 
