@@ -43,7 +43,7 @@ synth`. It shows that an installation works, and what a model file is. It knows 
 | | |
 | --- | --- |
 | Use | `vesuvius sample --checkpoint {name}.safetensors`, also `--shape 64,256,256 --out big.zarr` |
-| License of the weights | [{license}](https://creativecommons.org/licenses/by/4.0/), the vesuvius developers; the program is under MIT |
+| License | weights: {license} (https://creativecommons.org/licenses/by/4.0/), the vesuvius developers; program: MIT |
 | SHA-256 | `{sha256}` |
 | Size | {megabytes:.1f} MB, {parameters:.2f} M parameters in float32 |
 | Data | 192 x 256 x 256 voxels, `vesuvius volume synth volumes/demo.zarr --shape 192,256,256 --seed 0`; no other |
