@@ -58,7 +58,7 @@ def test_a_wheel_is_all_that_is_needed(wheel: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    assert "picture     runs/demo/samples/generated.png" in run("vesuvius", "demo", *TINY)
+    assert f"picture     {work}/runs/demo/samples/generated.png" in run("vesuvius", "demo", *TINY)
     assert (work / "runs/demo/samples/generated.zarr/0").is_dir()
     run("vesuvius", "init", str(demo.VOLUME), "--name", "first", "--out", "first.yaml")
     run("python", "-m", "vesuvius.train", "--config", "first.yaml", "--dry-run")

@@ -65,7 +65,7 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
     assert weights.keys() == load_weights(checkpoint, "ema").keys()
     assert all(torch.equal(weight, weights[name]) for name, weight in load_weights(checkpoint, "ema").items())
     assert check_weights(model, "ema") == sum_of(model.read_bytes())
-    with pytest.raises(ConfigError, match="only the weights 'ema'; remove --weights model"):
+    with pytest.raises(ConfigError, match="has no weights 'model'; choose --weights from ema"):
         check_weights(model, "model")
     export(two_steps / "tiny", tmp_path / "again.safetensors", "CC-BY-4.0")
     assert (tmp_path / "again.safetensors").read_bytes() == model.read_bytes()
@@ -195,7 +195,7 @@ def test_an_interrupted_download_continues_after_a_short_outage_and_leftovers_go
 ) -> None:
     monkeypatch.setattr(download, "_PART_BYTES", 5000)
     monkeypatch.setattr(download, "_STORE", StoreConfig(outage_minutes=1))
-    monkeypatch.setattr(download, "_KEPT_S", -60.0)
+    monkeypatch.setattr(download, "_LEFTOVER_S", -60.0)
     failures, data = [3, 4, 6], model.read_bytes()
     calls: list[Asked] = []
 

@@ -29,15 +29,14 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 2**34
 _HEADER_BYTES = 10**8  # the most that safetensors reads
 _PART_BYTES = 2**24
-_KEPT_S = 86400
+_LEFTOVER_S = 86400  # age of a partial file whose process must have been killed
 _STORE = StoreConfig(outage_minutes=3)
 
 
 def local_checkpoint(given: str) -> Path:
-    """Return a path as it is, and that of a local copy of a model at an address (https, s3, gs, az, hf).
+    """Return a path as it is, and for an address (https, s3, gs, az, hf) the path of a local copy of its model.
 
-    Raises ConfigError: there is no model there, or its sum is another; DataError: the store cannot be reached or
-    refuses; StorageError: no place to write.
+    Raises ConfigError: there is no model, or it has another sum; DataError: no answer, a refusal, or no place to write.
     """
     if not is_remote(given):
         return Path(given)
@@ -46,29 +45,25 @@ def local_checkpoint(given: str) -> Path:
     if fragment and not match:
         raise ConfigError(f"#{fragment} of a model's address is not #sha256= and 64 hexadecimal digits; correct it")
     wanted, shown = match[1].lower() if match else None, display_address(address)
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vesuvius/models"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vesuvius/models"
     name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}{SUFFIX}"
-    path, part = root / name, root / f".{os.getpid()}.{name}"
+    path, part = folder / name, folder / f".{os.getpid()}.{name}"
     if path.is_file() and wanted in (None, digest(path)):
         log.info("Using the copy of %s in %s; delete it to fetch it again", shown, path)
         return path
     with storage_errors(str(part), "free some space or set XDG_CACHE_HOME to a writable folder"):
-        root.mkdir(parents=True, exist_ok=True)
-        for old in root.glob(f".*.{name}"):  # of a process that was killed
-            if old.stat().st_mtime < time.time() - _KEPT_S:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob(f".*.{name}"):
+            if old.stat().st_mtime < time.time() - _LEFTOVER_S:
                 old.unlink(missing_ok=True)
         try:
             with part.open("wb") as file:
-                found = _fetch(address, file)
+                found = _fetch(address, shown, file)
             if wanted not in (None, found):
-                raise ConfigError(
-                    f"The model at {shown} has SHA-256 {found} instead of {wanted}: it was replaced or damaged; "
-                    "compare the sum with that of its publisher"
-                )
+                text = "it was replaced or damaged; compare the sum with that of its publisher"
+                raise ConfigError(f"The model at {shown} has SHA-256 {found} instead of {wanted}: {text}")
             if not is_model_file(part):
-                raise ConfigError(
-                    f"{shown} holds weights alone; use a model file, which also has the config of its run"
-                )
+                raise ConfigError(f"{shown} holds weights alone; use a model file, which has the config of its run too")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -77,11 +72,10 @@ def local_checkpoint(given: str) -> Path:
     return path
 
 
-def _fetch(address: str, file: BinaryIO) -> str:
-    """Write a safetensors file; returns its SHA-256 sum.  Its header says how long it is."""
-    shown, sums = display_address(address), hashlib.sha256()
-    source, key = open_object(address, _STORE)
-    version: str | None = None
+def _fetch(address: str, shown: str, file: BinaryIO) -> str:
+    """Write a safetensors file, whose header says how long it is.  Returns its SHA-256 sum."""
+    sums, version, (source, key) = hashlib.sha256(), None, open_object(address, _STORE)
+    no_model = f"{shown} is not a {SUFFIX} file, but perhaps a web page; give the address of the download itself"
 
     def read(start: int, stop: int) -> bytes:
         nonlocal version
@@ -89,18 +83,16 @@ def _fetch(address: str, file: BinaryIO) -> str:
         if answer is None:
             problem = source.forbidden or "it does not exist"
             raise ConfigError(f"Cannot fetch {shown}: {problem}; check the address and the credentials")
-        version = answer[1]
-        return answer[0]
+        data, version = answer
+        return data
 
-    no_model = f"{shown} is not a {SUFFIX} file, but perhaps a web page; give the address of the download itself"
-    with closing(source):
-        try:
+    try:
+        with closing(source):
             head = read(0, 9)
             header_bytes = int.from_bytes(head[:8], "little")
             if head[8:] != b"{" or not 2 <= header_bytes <= _HEADER_BYTES:
                 raise ConfigError(no_model)
-            header = read(8, 8 + header_bytes)
-            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]', header)
+            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]', read(8, 8 + header_bytes))
             size = 8 + header_bytes + max(map(int, ends), default=0)
             if size > LARGEST_BYTES:
                 raise ConfigError(f"{shown} has {format_size(size)}; models have at most {format_size(LARGEST_BYTES)}")
@@ -109,14 +101,12 @@ def _fetch(address: str, file: BinaryIO) -> str:
                 data = read(start, min(start + _PART_BYTES, size))
                 sums.update(data)
                 file.write(data)
-        except FetchError as error:
-            raise ConfigError(f"{shown} is incomplete or no model: {error}; publish it again") from error
-        except DataError as error:
-            if "status 200 for a range" in str(error):
-                raise ConfigError(
-                    f"{no_model} (it was sent whole; `python -m http.server` cannot send parts)"
-                ) from error
-            raise
+    except FetchError as error:
+        raise ConfigError(f"{shown} is incomplete or no model: {error}; publish it again") from error
+    except DataError as error:
+        if "status 200 for a range" in str(error):
+            raise ConfigError(f"{no_model} (it was sent whole, as `python -m http.server` does)") from error
+        raise
     file.flush()
     os.fsync(file.fileno())
     return sums.hexdigest()

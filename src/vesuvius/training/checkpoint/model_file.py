@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.errors import StorageError, one_line
 
 SUFFIX = ".safetensors"
 FORMAT = 1
@@ -34,42 +34,29 @@ def write_model_file(path: Path, state: dict[str, Any], weights: dict[str, Tenso
     described = {key: state[key] for key in ("step", "config", *_FACTS)} | {"spectrum": spectrum}
     header = {_OWN: json.dumps({"format": FORMAT, "license": license_name} | described, sort_keys=True)}
     staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
+    staged.replace(path)
 
 
 def is_model_file(path: Path) -> bool:
-    """Whether a file names its network, config and data; others hold weights alone.  Reads its header."""
-    if path.suffix != SUFFIX or not path.is_file():
-        return False
-    try:
-        with safe_open(path, "pt") as file:
-            return _OWN in (file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"Cannot read {path}: {one_line(error)}; copy or download it again") from error
+    """Whether a file names its network, config and data; others hold weights alone.  Raises StorageError: damaged."""
+    return path.suffix == SUFFIX and path.is_file() and _OWN in _header(path)[0]
 
 
 def read_model_state(path: Path) -> dict[str, Any]:
-    """Return what a `state.pt` holds for sampling: step, config and facts.  Raises StorageError: another format."""
+    """Return what a `state.pt` holds for sampling: step, config and facts.  Raises StorageError."""
+    header, power = _header(path)
     try:
-        with safe_open(path, "pt") as file:
-            state = json.loads(file.metadata()[_OWN])
-            power = file.get_tensor(_SPECTRUM)
-        known = state["format"] == FORMAT
-        state |= {key: _tuples(state[key]) for key in _FACTS} | {"spectrum": state["spectrum"] | {"power": power}}
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise StorageError(
-            f"Cannot read the model {path}: {type(error).__name__}: {one_line(error)}; copy or download it again"
-        ) from error
-    if not known:
-        raise StorageError(
-            f"Cannot read the model {path}: its format is {state['format']}, this version of vesuvius knows {FORMAT}; "
-            "install the version that wrote it, or a newer one"
-        )
-    return dict(state)
+        state: dict[str, Any] = json.loads(header[_OWN])
+        if (written := state["format"]) != FORMAT:
+            raise StorageError(
+                f"Cannot read the model {path}: its format is {written}, not {FORMAT}; use the version of vesuvius "
+                "that wrote it, or a newer one"
+            )
+        facts = {key: _tuples(state[key]) for key in _FACTS}
+        return state | facts | {"spectrum": state["spectrum"] | {"power": power}}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -77,10 +64,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in load_file(path).items() if name != _SPECTRUM}
 
 
-def check_average(path: Path, weights: str) -> None:
-    """Raise ConfigError unless `weights` are those of the file."""
-    if weights != "ema":
-        raise ConfigError(f"{path} holds only the weights 'ema'; remove --weights {weights}, or use a whole checkpoint")
+def _header(path: Path) -> tuple[dict[str, str], Tensor | None]:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}, file.get_tensor(_SPECTRUM) if _SPECTRUM in file.keys() else None  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> StorageError:
+    return StorageError(
+        f"Cannot read the model {path}: {type(error).__name__}: {one_line(error)}; copy or download it again"
+    )
 
 
 def _tuples(tree: Any) -> Any:

@@ -32,7 +32,7 @@ from vesuvius.training.checkpoint.format import (
     stored_averages,
     weights_file,
 )
-from vesuvius.training.checkpoint.model_file import check_average, read_model_state
+from vesuvius.training.checkpoint.model_file import read_model_state
 from vesuvius.training.checkpoint.save import write_state
 from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
 from vesuvius.volumes.affine import Rows
@@ -216,13 +216,11 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
 
 def check_weights(checkpoint: Path, weights: str) -> str:
     """SHA-256 sum of the file with these weights.  Raises ConfigError if the checkpoint lacks them."""
-    if checkpoint.is_file():
-        check_average(checkpoint, weights)
-        return digest(checkpoint)
-    available = [*stored_averages(checkpoint), _LAST_WEIGHTS]
+    is_file = checkpoint.is_file()
+    available = ["ema"] if is_file else [*stored_averages(checkpoint), _LAST_WEIGHTS]
     if weights not in available:
         raise ConfigError(f"{checkpoint} has no weights {weights!r}; choose --weights from {', '.join(available)}")
-    return read_digests(checkpoint)[_file_of(weights)]
+    return digest(checkpoint) if is_file else read_digests(checkpoint)[_file_of(weights)]
 
 
 def _file_of(weights: str) -> str:
