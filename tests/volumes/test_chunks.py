@@ -158,6 +158,8 @@ def test_the_grid_requests_what_zarr_requests(tmp_path_factory: pytest.TempPathF
     assert Counter(grid.requests(layout.box)) == expected, "the same again, from the indices that it keeps"
     within = set(grid.chunks_of(layout.box))
     assert set(grid.absent(layout.box)) == within & layout.holes
+    if not layout.holes:
+        assert grid.count_requests(layout.box)[:2] == (len(within), expected.total())
 
 
 # ---- the index of a shard

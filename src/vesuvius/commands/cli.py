@@ -50,6 +50,7 @@ COMMANDS = {
     "train": "train a model from a config file, or resume training",
     "tune": "find the fastest settings of a config on this machine",
     "predict": "evaluate any network on a whole volume",
+    "plan": "forecast reads, data wait, hours and money of a run on many GPUs",
     "sample": "generate patches or whole volumes with a trained model",
     "evaluate": "compare generated patches with real ones",
     "volume": "import, inspect, copy, list, verify or synthesize volumes",

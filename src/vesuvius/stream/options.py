@@ -93,9 +93,10 @@ def local_ranks() -> int:
     return int(text)
 
 
-def auto_threads(local_ranks: int) -> int:
-    """Return the number of reader threads of each rank of a machine: one per usable core, at most 16."""
-    return max(1, min(int(usable_cores(os.getpid()) / local_ranks), AUTO_THREADS_MAX))
+def auto_threads(local_ranks: int, cores: float | None = None) -> int:
+    """Return the number of reader threads of each rank of a machine: one per core, at most 16; None = usable here."""
+    cores = usable_cores(os.getpid()) if cores is None else cores
+    return max(1, min(int(cores / local_ranks), AUTO_THREADS_MAX))
 
 
 def readers_are_local(cluster: ClusterConfig, world: int) -> bool:

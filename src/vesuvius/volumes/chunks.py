@@ -150,6 +150,23 @@ class ChunkGrid:
             return set()
         return {key for key, chunks in self._by_object(box).items() if len(chunks) == self._shards.chunks}
 
+    def count_requests(self, box: Box) -> tuple[int, int, float]:
+        """Numbers of chunks of a box, of the requests for them, and of those for indices of shards.  Pure.
+
+        Counts absent chunks too.  Indices that a reader of the whole array keeps, on average, are left out.
+        """
+        ranges = chunk_ranges(box, self.chunk_zyx)
+        chunks = math.prod(map(len, ranges))
+        if self._shards is None:
+            return chunks, chunks, 0.0
+        touched = chunk_ranges(box, self.object_zyx)
+        sides = [s // c for s, c in zip(self.object_zyx, self.chunk_zyx, strict=True)]
+        whole = int(math.prod(sides) == self._shards.chunks)
+        for covered, shards, n in zip(ranges, touched, sides, strict=True):
+            whole *= sum(covered.start <= i * n and (i + 1) * n <= covered.stop for i in shards)
+        missed = max(1 - self._indices_kept / math.prod(self.object_counts_zyx), 0)
+        return chunks, chunks - whole * (self._shards.chunks - 1), (math.prod(map(len, touched)) - whole) * missed
+
     def fetch(self, chunk: Triple, fetch: Fetch, whole: bool = False) -> bytes | None:
         """The bytes of a chunk, by `fetch` (e.g. `Source.get`) or cut out of the `whole` object; None if it is absent.
 
@@ -224,7 +241,7 @@ class ChunkGrid:
             raise ShardIndexError(f"{error} in {key}") from error
         with self._lock:
             self._indices[key] = found
-            while len(self._indices) > max(_INDEX_BYTES_KEPT // self._shards.index_bytes, 8):
+            while len(self._indices) > self._indices_kept:
                 self._indices.popitem(last=False)
         return found
 
@@ -237,6 +254,10 @@ class ChunkGrid:
         for reading in [self.source.start(self.shard_index, key) for key in missing]:
             with suppress(ShardIndexError):  # raised again when the chunks are read
                 reading.result()
+
+    @property
+    def _indices_kept(self) -> int:
+        return max(_INDEX_BYTES_KEPT // self._shards.index_bytes, 8) if self._shards else 0
 
     def _index_in(self, key: str, shard: bytes | None) -> Index | None:
         """The index of a whole shard, maybe newer than the cached one; None if absent.  Raises ShardIndexError."""

@@ -156,7 +156,7 @@ def test_ranks_of_one_machine_each_need_memory_but_share_one_checkpoint_copy(
     planned: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = {1: 4, 3: 4}  # threads of a rank, by ranks
-    monkeypatch.setattr(plan_module, "auto_threads", lambda ranks: cores[ranks])
+    monkeypatch.setattr(plan_module, "auto_threads", lambda ranks, of_machine: cores[ranks])
     config, data, one = planned()
     three, copy = planned("training.ranks=3")[2], sum(checkpoint_sizes(config))
     assert of(three, "trainer") - copy == 3 * (of(one, "trainer") - copy) > 0
@@ -180,7 +180,7 @@ def test_volumes_are_kept_if_they_fit_and_are_read_twice(planned: Plan, monkeypa
     assert of(planned("training.epochs=1000", "data.resident=0.0001")[2], "volumes") == 0
     kept = {"training.epochs=1000", "training.workers=0"}
     config, data, _ = planned(*kept)
-    reading = plan_module._reading(config, data)["trainer"]
+    reading = plan_module.reading_bytes(config, data)["trainer"]
     for free, expected in ((2 * (need + reading), need), (2 * (need + reading) - 2, 0)):
         monkeypatch.setattr(plan_module, "ram_limit", lambda _, free=free: replace(limit(free + 5), used_bytes=5))
         assert of(planned(*kept)[2], "volumes") == expected

@@ -18,13 +18,13 @@ from vesuvius.threads import Pool
 from vesuvius.volumes.box import intersection, shape_of
 from vesuvius.volumes.errors import Outage, OutageError
 
-_AHEAD = 2  # regions of each reader: with one, all would wait for a region that takes longer
+REGIONS_AHEAD = 2  # regions of each reader: with one, all would wait for a region that takes longer
 _CLOSE_TIMEOUT_S = 1.0
 
 
 def blocks_of_threads(in_use: int, threads: int) -> int:
     """Blocks of readers that take turns, the same number each: those in use, and two of each that are read ahead."""
-    return threads * -(-(in_use + _AHEAD * threads) // threads)
+    return threads * -(-(in_use + REGIONS_AHEAD * threads) // threads)
 
 
 class LocalRegions(Iterator[Region]):
@@ -55,7 +55,7 @@ class LocalRegions(Iterator[Region]):
         self._reading = deque[Future[Region]]()  # regions that were not delivered, in order
         self._context = ExitStack()
         self._context.enter_context(marker or nullcontext())
-        for _ in range(_AHEAD * threads):
+        for _ in range(REGIONS_AHEAD * threads):
             self._start()
 
     def _start(self) -> None:

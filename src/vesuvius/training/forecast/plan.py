@@ -242,7 +242,7 @@ def plan_run(config: Config, data: PreparedData | None = None, vram_gib: float |
 
 def plan_ram(config: Config, data: PreparedData, gpu: bool) -> dict[str, int]:
     """Peak host memory of all ranks on this machine, or of one rank in a cluster, by owner.  Raises like `plan_run`."""
-    ranks, ram = num_local_ranks(config), _reading(config, data)
+    ranks, ram = num_local_ranks(config), reading_bytes(config, data)
     ram["trainer"] = ram.get("trainer", 0) + _trainer_bytes(config, data, gpu)
     ram = {owner: size * (1 if owner == "Ray" else ranks) for owner, size in ram.items()}
     ram["trainer"] += sum(_host_bytes(size, gpu) for size in checkpoint_sizes(config))  # a save's copy, on rank 0
@@ -265,15 +265,15 @@ def plan_resident(config: Config, data: PreparedData, done: int = 0) -> tuple[in
     if second_pass_ends > config.stop_step:
         return 0, f"the second pass over the volumes ends only at step {second_pass_ends}"
     limit, ranks = ram_limit(config.monitor.ram_limit_gib), num_local_ranks(config)
-    readers = ranks * sum(_reading(config, data).values())
+    readers = ranks * sum(reading_bytes(config, data).values())
     if need + readers > RESIDENT_SHARE * (limit.total_bytes - limit.used_bytes):
         return 0, f"{volumes} and their workers would take more than half of the free memory"
     return need, ""
 
 
-def first_pass_samples(config: Config, data: PreparedData) -> int:
-    """Samples of the run until the ranks of each machine have passed over every volume once."""
-    ranks, here = config.training.ranks, num_local_ranks(config)
+def first_pass_samples(config: Config, data: PreparedData, here: int | None = None) -> int:
+    """Samples of the run until the ranks of each machine, `here` or as configured, have passed over every volume."""
+    ranks, here = config.training.ranks, here or num_local_ranks(config)
     passes = 1.0 if ranks == "auto" else max(ranks / (here * data.plan.reads_per_region(ranks)), 1.0)
     return math.ceil(passes * data.plan.slots_per_pass * data.plan.patches_per_region)
 
@@ -286,9 +286,13 @@ def num_local_ranks(config: Config) -> int:
     return max(torch.accelerator.device_count(), 1) if ranks == "auto" else ranks
 
 
-def _reading(config: Config, data: PreparedData) -> dict[str, int]:
-    """Memory of a rank's readers, object store and Ray; with `workers: 0` of the trainer, which reads itself."""
-    job, workers, cores = data.job, config.training.workers, os.cpu_count() or 1
+def reading_bytes(config: Config, data: PreparedData, cores: int | None = None) -> dict[str, int]:
+    """Memory of a rank's readers, object store and Ray; with `workers: 0` of the trainer, which reads itself.
+
+    `cores` are those of the machine; None = this one.
+    """
+    job, workers = data.job, config.training.workers
+    threads, cores = auto_threads(num_local_ranks(config), cores), cores or os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
     covered = [math.prod(data.array(number, 1)[1].factors) for number in range(len(data.conditions))]
@@ -299,7 +303,6 @@ def _reading(config: Config, data: PreparedData) -> dict[str, int]:
     # At least one region is staged, whatever its size; compression is ignored.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
-        threads = auto_threads(num_local_ranks(config))
         blocks = blocks_of_threads(job.plan.regions_in_flight, threads) * job.block_bytes
         return {"trainer": blocks + scratch + threads * (max(own, default=0) + staged)}
     # In a longer run, the readers of two Ray Data executions overlap during the handover.

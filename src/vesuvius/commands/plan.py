@@ -1,0 +1,94 @@
+"""`vesuvius plan CONFIG --gpus N [--nodes N] ... [key.path=value ...]`: forecast a run on many GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+from vesuvius.commands.cli import Parser, as_command, full_path, positive, positive_number
+from vesuvius.commands.volume.shared import print_facts
+from vesuvius.config.load import take_config
+from vesuvius.errors import EXIT_OK
+from vesuvius.volumes.store.objects import is_remote
+
+# Of each option: field, its unit, meaning.
+_STORE = {
+    "latency-ms": ("latency_s", 1e-3, "of a request, without its bytes"),
+    "request-mb-s": ("request_bytes_s", 1e6, "rate of one request, 10^6 bytes/s"),
+    "node-gb-s": ("node_bytes_s", 1e9, "network of a node to the store, 10^9 bytes/s"),
+    "requests-s": ("requests_s", 1.0, "requests per second that the store answers, to all nodes"),
+}
+_COST = {
+    "decode-gb-s": ("decode_bytes_s", 1e9, "decoded 10^9 bytes/s of a core (default: measured)"),
+    "compression": ("compression", 1.0, "decoded bytes per stored byte (default: measured)"),
+}
+_PRICES = {
+    "price-gpu-hour": ("gpu_hour", 1.0, "of one GPU for an hour"),
+    "price-gb": ("gb", 1.0, "of 10^9 bytes that leave the store"),
+    "price-1000-requests": ("requests_1000", 1.0, "of 1000 requests"),
+}
+
+
+@as_command
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        prog="vesuvius plan",
+        description="Forecast a run on many GPUs before renting them: patches per second needed and available, data "
+        "wait, the first limit and what raises it, bytes and requests, hours and money.  Opens the volumes and reads a "
+        "few regions for two seconds, unless --decode-gb-s and --compression are given.",
+        examples=(
+            "vesuvius plan configs/exp001_full.yaml --gpus 64 --nodes 8 --cores 96 --store s3 --step-s 2.9",
+            "vesuvius plan configs/demo.yaml --gpus 1 --step-from runs/demo --json training.workers=4",
+        ),
+    )
+    parser.add_argument("config", type=full_path, metavar="CONFIG", help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument("--gpus", type=positive, metavar="N", required=True, help="ranks of the run, one GPU each")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--cores", type=positive, metavar="N", help="cores of a node (default: of this machine)")
+    steps = parser.add_mutually_exclusive_group()
+    given_s = "time of a step without data wait, communication included"
+    steps.add_argument("--step-s", type=positive_number, metavar="S", help=given_s)
+    recorded = "the same from the records of a run, profile or bench trial, scaled to the patches per GPU"
+    steps.add_argument("--step-from", type=full_path, metavar="DIR", help=recorded)
+    parser.add_argument("--json", action="store_true", help="print JSON; null = unknown")
+    stores = parser.add_argument_group("store and decoding")
+    names = "figures to begin with, see docs/scale.md (default: by the address of the first volume)"
+    stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
+    for group, options in ((stores, _STORE | _COST), (parser.add_argument_group("prices"), _PRICES)):
+        for option, (_, _, meaning) in options.items():
+            group.add_argument(f"--{option}", type=positive_number, metavar="X", help=meaning)
+    args = parser.parse_intermixed_args(argv)
+    config = take_config(args.config, args.overrides)
+
+    # The imports below load torch.
+    from vesuvius.experiments.capacity.forecast import forecast
+    from vesuvius.experiments.capacity.node import Machines
+    from vesuvius.experiments.capacity.rates import STORES, ReadingCost, recorded_step_s
+    from vesuvius.monitor.probes.cores import usable_cores
+
+    def given(options: Mapping[str, tuple[str, float, str]]) -> dict[str, Any]:
+        values = {option: getattr(args, option.replace("-", "_")) for option in options}
+        return {field: unit * values[name] for name, (field, unit, _) in options.items() if values[name] is not None}
+
+    path = config.data.volumes[0].path
+    name = args.store or ("s3" if path.startswith("s3://") else "http" if is_remote(path) else "local")
+    machines = Machines(args.gpus, args.nodes, args.cores or max(int(usable_cores(os.getpid())), 1))
+    with redirect_stdout(sys.stderr):  # only the result goes to stdout
+        step = args.step_s
+        if args.step_from is not None:
+            step = recorded_step_s(args.step_from, config.training.micro_batch * config.training.accumulate_steps)
+        store, cost = replace(STORES[name], **given(_STORE)), ReadingCost(**given(_COST))
+        facts = forecast(config, machines, step, store, cost, given(_PRICES))
+    print_facts(facts if args.json else _with_unknown(facts), args)
+    return EXIT_OK
+
+
+def _with_unknown(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the unknown values of sections, whose lines would be left out."""
+    shown = {key: _with_unknown(value) if isinstance(value, dict) else value for key, value in facts.items()}
+    return {key: "unknown" if value is None else value for key, value in shown.items()}

@@ -1,0 +1,113 @@
+"""Rates of stores, of decoding and of steps: given, measured here, or None = unknown."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.report.records import read_run
+from vesuvius.stream.reading.reader import Reader, ReaderJob, region_in
+from vesuvius.stream.reading.reader_stats import ReaderTotals
+from vesuvius.stream.start.prepare import PreparedData
+
+_READ_S, _PATCHES, _PINGS = 2.0, 16, 5
+
+
+@dataclass(frozen=True)
+class Store:
+    """Figures of a store."""
+
+    remote: bool = True  # chunks are fetched ahead, with `data.store.requests` in flight
+    latency_s: float | None = None  # of a request, without its bytes
+    request_bytes_s: float | None = None  # rate of one request
+    node_bytes_s: float | None = None  # of all requests of a node
+    requests_s: float | None = None  # of all nodes
+
+
+STORES = {
+    # docs/scale.md names the source of each figure.
+    "s3": Store(latency_s=0.15, request_bytes_s=85e6, requests_s=5500.0),
+    "http": Store(),
+    "local": Store(remote=False, latency_s=0.0),
+}
+
+
+@dataclass(frozen=True)
+class ReadingCost:
+    decode_bytes_s: float | None = None  # decoded bytes per CPU second
+    compression: float | None = None  # decoded bytes per byte fetched
+    cut_s: float = 0.0  # CPU seconds to cut a patch
+    source: str = "given"
+
+
+def recorded_step_s(folder: Path, patches: int) -> float:
+    """Return the median time of the recorded steps of a run, profile or bench trial, scaled to `patches` per rank.
+
+    Waits for data and pauses are left out.  Raises ConfigError: the folder has no records of steps.
+    """
+    records = read_run(folder)
+    counted = records.timed & ~records.first
+    if not counted.any():
+        raise ConfigError(f"{folder} has no records of steps; choose the folder of a run, a profile or a bench trial")
+    of_rank = records.columns["samples"] / max(len(records.ranks), 1)
+    work_s = records.columns["work_s"] - records.columns["data_s"]
+    return float(np.median((work_s * patches / of_rank)[counted]))
+
+
+def measured(data: PreparedData, store: Store, cost: ReadingCost) -> tuple[Store, ReadingCost]:
+    """Measure what is unknown: the latency by reading metadata, the cost of reading by reading a few regions."""
+    volume = data.volumes[0]
+    if store.latency_s is None and volume.source.remote:
+        times_s = list[float]()
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            volume.source.get(volume.node.key, cached=False)
+            times_s.append(time.perf_counter() - began)
+        store = replace(store, latency_s=statistics.median(times_s))
+    if cost.decode_bytes_s is None or cost.compression is None:
+        try:
+            found = reading_cost(data.job)
+        except DataError as error:
+            return store, replace(cost, source=f"not measured: {one_line(error)}")
+        rates = cost.decode_bytes_s or found.decode_bytes_s, cost.compression or found.compression
+        cost = replace(found, decode_bytes_s=rates[0], compression=rates[1])
+    return store, cost
+
+
+def reading_cost(job: ReaderJob) -> ReadingCost:
+    """Read regions of the plan for about two seconds, at least two, and cut patches.  CPU time counts.
+
+    Raises DataError: they cannot be read.
+    """
+    reader, began, cpu_s, totals = Reader(job, 1), time.monotonic(), 0.0, ReaderTotals()
+    try:
+        for slot in itertools.count():
+            started_s = time.process_time()
+            (block,) = reader.blocks((slot,))
+            region = region_in(block, job)
+            if slot and region.report:  # the first one touches fresh memory
+                cpu_s, totals = cpu_s + time.process_time() - started_s, totals.plus(region.report.done)
+                if time.monotonic() - began > _READ_S:
+                    break
+    finally:
+        reader.close()
+    batch, indices = job.batch_layout(1), list(itertools.islice(job.plan.mixing.samples_of(slot), _PATCHES))
+    arrays = [np.empty(shape[1:], dtype) for shape, dtype in batch]
+    started_s = time.process_time()
+    for index in indices:
+        sample = job.plan.sample_of(region.visit, index)
+        views = job.cut(region.visit.volume, region.voxels, region.visit.region, sample.box)
+        for array, view in zip(arrays, views, strict=True):
+            np.copyto(array, view)
+    cut_s = (time.process_time() - started_s) / len(indices)
+    regions = f"{totals.blocks} regions of {Path(job.data.volumes[0].path).name}"
+    if not totals.bytes_fetched:
+        return ReadingCost(cut_s=cut_s, source=f"not measured: no chunk of {regions} is stored")
+    rates = totals.bytes_read / max(cpu_s, 1e-9), totals.bytes_read / totals.bytes_fetched
+    return ReadingCost(*rates, cut_s, f"measured here, on {regions}")

@@ -1,0 +1,124 @@
+"""`vesuvius plan`: reads are those of the plan, what is unknown stays unknown, and figures follow from each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+import zarr
+
+from tests.support.recorded_runs import run_start, step, write_run
+from tests.support.tiny import tiny_sections
+from vesuvius.commands.cli import main
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_CONFIG, EXIT_OK
+from vesuvius.stream.start.prepare import prepare_data
+
+GIVEN = ("--decode-gb-s", "0.5", "--compression", "2")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config of a volume of which only the metadata exist."""
+    zarr.create_array(tmp_path / "empty.zarr", shape=(96, 128, 128), chunks=(32, 32, 32), dtype="uint8")
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(tiny_sections("tiny", tmp_path / "empty.zarr")))
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    assert main(["plan", *map(str, arguments), "--cores", "8", "--json"]) == EXIT_OK
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 16])
+def test_the_total_is_what_the_readers_of_all_ranks_read(
+    config: Path, capsys: pytest.CaptureFixture[str], gpus: int
+) -> None:
+    facts = planned(capsys, config, "--gpus", gpus, *GIVEN, "training.steps_per_epoch=160")
+    data = prepare_data(0, read_config(config).data)
+    grid, samples, requests = data.arrays[0][0].grid, 320 * 2 * gpus, 0
+    for rank in range(gpus):
+        slots = (slot for task in data.plan.tasks(0, samples, rank, gpus) for slot in task)
+        requests += sum(grid.count_requests(data.plan.visit(slot).region)[1] for slot in slots)
+    assert facts["total"]["requests"] == pytest.approx(requests, rel=0.1)  # a mean over other visits
+    assert facts["total"]["decoded_bytes"] == pytest.approx(requests * 32**3, rel=0.1)
+    assert facts["total"]["fetched_bytes"] == pytest.approx(requests * 32**3 / 2, rel=0.1)
+
+
+def test_money_and_hours_follow_from_steps_bytes_and_requests(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prices = ("--price-gpu-hour", 3, "--price-gb", 0.1, "--price-1000-requests", 0.01)
+    facts = planned(capsys, config, "--gpus", 4, "--nodes", 2, "--step-s", 90, *GIVEN, "--store", "s3", *prices)
+    total, cost = facts["total"], facts["cost"]
+    assert total["hours"] == pytest.approx(20 * 90 / 3600)  # with a data wait of 0
+    assert facts["result"]["data_wait_percent"] == 0
+    assert cost["gpu_hour"] == pytest.approx(4 * 3 * total["hours"])
+    assert cost["gb"] == pytest.approx(0.1 * total["fetched_bytes"] / 1e9, rel=1e-3)
+    assert cost["requests_1000"] == pytest.approx(0.01 * total["requests"] / 1000, rel=0.01)
+    assert cost["sum"] == pytest.approx(sum(cost[name] for name in cost if name != "sum"), rel=1e-3)
+
+
+def test_the_first_limit_is_raised_by_its_remedy(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def result(*more: str) -> tuple[str, float, str]:
+        facts = planned(capsys, config, "--gpus", 2, "--step-s", "0.1", *GIVEN, "--latency-ms", "400", *more)
+        first = min(facts["limits"], key=lambda limit: limit["patches_s"] or 1e99)
+        assert facts["result"]["first_limit"] == first["limit"]
+        return first["limit"], facts["result"]["data_wait_percent"], first["raised_by"]
+
+    limit, wait, remedy = result("--store", "http", "training.workers=1", "data.store.requests=1")
+    assert (limit, wait > 50) == ("latency", True)
+    requests, workers = (part.strip() for part in remedy.split(", or "))
+    for more in ([requests, "training.workers=1"], [workers, "data.store.requests=1"]):
+        assert result("--store", "http", *more)[1] < 5
+
+
+def test_what_depends_on_an_unknown_figure_is_unknown(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (config, "--gpus", 2, "--price-gb", 0.1, "--price-1000-requests", 0.01, "--store", "http")
+    facts = planned(capsys, *arguments)
+    assert "not measured: No chunk of" in facts["reading"]["source"]
+    unknown = ("needed_patches_s", "available_patches_s", "first_limit", "data_wait_percent", "readers_needed_per_node")
+    assert {name: facts["result"][name] for name in unknown} == dict.fromkeys(unknown)
+    assert {limit["patches_s"] for limit in facts["limits"]} == {None}
+    assert (facts["total"]["fetched_bytes"], facts["total"]["hours"]) == (None, None)
+    assert (facts["cost"]["gb"], facts["cost"]["sum"]) == (None, None)
+    assert main(["plan", *map(str, arguments)]) == EXIT_OK
+    assert "  data_wait_percent        unknown\n" in capsys.readouterr().out
+
+
+def test_decoding_is_measured_on_the_stored_chunks(
+    config: Path, capsys: pytest.CaptureFixture[str], written_volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.experiments.capacity.rates._READ_S", 0.1)
+    reading = planned(capsys, config, "--gpus", 1, f"data.volumes=[{{path: {written_volume}}}]")["reading"]
+    assert reading["source"].startswith("measured here, on ")
+    assert 0.01 < reading["decode_gb_s"] < 50
+    chunks = [path for path in written_volume.rglob("*") if path.is_file() and path.name.isdecimal()]
+    stored = sum(path.stat().st_size for path in chunks)
+    assert reading["compression"] == pytest.approx(len(chunks) * 32**3 / stored, rel=0.05)
+
+
+def test_a_recorded_step_counts_without_its_data_wait_for_as_many_patches(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    slow = step(1) | {"step_s": 30.0}  # the first one starts the readers
+    run = write_run(tmp_path / "run", [run_start(), slow, *(step(n) for n in range(2, 9))])
+    facts = planned(capsys, config, "--gpus", 1, *GIVEN, "--step-from", run)
+    assert facts["run"]["step_s"] == pytest.approx((0.5 - 0.1) * 2 / 4)  # 4 samples were recorded, 2 are planned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "3", "--nodes", "2"], "3 GPUs cannot be shared evenly by 2 nodes; change --gpus or --nodes"),
+        (["--gpus", "1", "--step-from", "/nowhere"], "/nowhere has no records of steps"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["plan", str(config), *arguments]) == EXIT_CONFIG
+    assert words in capsys.readouterr().err
