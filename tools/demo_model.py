@@ -51,8 +51,8 @@ synth`. It shows that an installation works, and what a model file is. It knows 
 | Error on held-out patches | {error:.3f} of the Wiener filter's (mean over the noise levels that can be learned) |
 | Made by | `make demo-model` at commit {commit}; Python {python}, torch {torch}, numpy {numpy}, {machine} |
 
-Limits: patches are small, so the winding of a scroll is not in the model; voxels have no physical size; 1000 steps are
-few. There is no use in it beyond demonstrations and tests.
+Limits: patches are small, so the winding of a scroll is not in the model; 1000 steps are
+few. Its voxels stand for 7.91 um, as those of the phantom. There is no use in it beyond demonstrations and tests.
 """
 
 

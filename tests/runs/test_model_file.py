@@ -215,6 +215,15 @@ def test_an_interrupted_download_continues_after_a_short_outage_and_leftovers_go
     assert cached(cache_home) == [name]
 
 
+def test_a_redirect_to_signed_storage_is_followed(model: Path) -> None:
+    """As for a file of a release on GitHub."""
+    with odd_server(lambda asked: served(model.read_bytes(), asked)) as storage:
+        target = f"Location: {storage.url}/asset?sig=1%2B2"
+        path = fetch(lambda asked: sized("302 Found", b"", target))
+        assert {asked.target for asked in storage.asked} == {"/asset?sig=1%2B2"}
+    assert path.read_bytes() == model.read_bytes()
+
+
 def test_weights_alone_and_models_above_the_limit_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path
 ) -> None:

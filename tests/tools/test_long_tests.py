@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True)
         path.write_text(text)
     (tmp_path / "bad").touch()
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a second per process
     monkeypatch.setattr(long_tests, "ROOT", tmp_path)
     monkeypatch.setattr(long_tests, "TESTS", tmp_path / "tests")
     out = tmp_path / "build"

@@ -35,6 +35,7 @@ def write_model_file(path: Path, state: dict[str, Any], weights: dict[str, Tenso
     header = {_OWN: json.dumps({"format": FORMAT, "license": license_name} | described, sort_keys=True)}
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
+    staged.chmod(0o644)  # safetensors makes files that only their owner can read
     staged.replace(path)
 
 
