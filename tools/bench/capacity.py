@@ -3,9 +3,9 @@
     python tools/bench/capacity.py [--seconds 20] [--folder DIR]
 
 A synthetic scroll lies behind an HTTP server that delays each answer.  A rank is a process that takes batches from the
-stream and sleeps between them, which stands for a step.  Each line compares patches/s of all ranks, the data wait, and
-requests and kB per patch.  Decoding and latency are measured first, as the command does; `--decode-share` corrects the
-cores for other programs.
+stream and sleeps between them, which stands for a step.  Each line compares patches/s of all ranks, the data wait,
+requests and kB per patch, and the bytes decoded per CPU second: those that the command measures first, and those of the
+run's reading threads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from vesuvius.config import Config
 from vesuvius.config.load import parse_stored
@@ -34,7 +37,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.volume_tools.phantom import write_phantom
 
 _BATCH, _IN_FLIGHT, _SHAPE = 4, 16, [512, 2048, 2048]
-_COLUMNS = "readers ranks latency requests step  | patches/s: plan, run, off | wait | requests | kB | CPU ms a patch"
+_COLUMNS = "readers ranks latency requests step  | patches/s: plan, run, off | wait | requests | kB | decoding GB/s"
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,17 @@ def main() -> None:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if not (volume := folder / "large.zarr").exists():
             write_large(folder / "scroll.zarr", volume)
-        data = prepare_data(0, config_of(str(volume), CASES[0]).data)
-        cost = measured(data, STORES["local"], ReadingCost())[1]
-        print(f"decoding {(cost.decode_bytes_s or 0) / 1e9:.2f} GB/s a core, cutting {1e3 * cost.cut_s:.2f} ms a patch")
         print(_COLUMNS, flush=True)
         for case in CASES if args.only is None else (CASES[args.only - 1],):
             with served(folder, case.latency_ms) as url:
-                compare(f"{url}/large.zarr", case, cost, args.seconds)
+                compare(f"{url}/large.zarr", case, args.seconds)
 
 
-def compare(url: str, case: Case, cost: ReadingCost, seconds: float) -> None:
+def compare(url: str, case: Case, seconds: float) -> None:
     """Predict a case, run it, and print both."""
     config = config_of(url, case)
     data = prepare_data(0, config.data, world_size=case.ranks)
-    store, cost = measured(data, STORES["http"], cost)
+    store, cost = measured(data, STORES["http"], ReadingCost())
     node = NodePlan(config, data, Machines(case.ranks, 1, 2 + case.ranks), store, cost)
     plan_s, plan_wait = node.simulate(case.step_ms / 1e3, case.readers)
     command = [sys.executable, __file__, "--rank", url, json.dumps(asdict(case))]
@@ -95,18 +95,20 @@ def compare(url: str, case: Case, cost: ReadingCost, seconds: float) -> None:
         for rank in range(case.ranks)
     ]
     reals = [json.loads(rank.communicate()[0]) for rank in ranks]
-    patches_s, (wait, requests, size, cpu_s) = (
+    names, patches_s, mean = (
+        ("wait", "requests", "bytes", "decode"),
         sum(real["patches_s"] for real in reals),
-        (sum(real[name] for real in reals) / len(reals) for name in ("wait", "requests", "bytes", "cpu_s")),
+        node.mean,
     )
-    mean = node.mean
+    wait, requests, size, decode = (sum(real[name] for real in reals) / len(reals) for name in names)
     print(
         f"{case.readers:7} {case.ranks:5} {case.latency_ms:4} ms {case.requests:8} {case.step_ms:3} ms "
         f"{'Ray' if case.processes else '   '} | {plan_s:6.1f} {patches_s:6.1f} "
         f"{100 * (plan_s / patches_s - 1):+5.1f} % | "
         f"{format_percent(plan_wait)} {format_percent(wait)} | "
         f"{mean.requests / mean.patches:.3f} {requests:.3f} | "
-        f"{mean.fetched_bytes / mean.patches / 1e3:.0f} {size / 1e3:.0f} | {1e3 * cpu_s:.1f}",
+        f"{mean.fetched_bytes / mean.patches / 1e3:.0f} {size / 1e3:.0f} | "
+        f"{(cost.decode_bytes_s or 0) / 1e9:.2f} {'-' if case.processes else f'{decode / 1e9:.2f}'}",
         flush=True,
     )
 
@@ -140,18 +142,25 @@ def run_rank(url: str, case: Case, rank: int, seconds: float) -> None:
         while stream.reader_totals.blocks < _IN_FLIGHT / case.ranks + 3 * case.readers * per_task:
             next(stream)
             time.sleep(case.step_ms / 1e3)
-        before, began, cpu_s = stream.reader_totals, time.perf_counter(), time.process_time()
+        before, began, cpu_s = stream.reader_totals, time.perf_counter(), reading_cpu_s()
         wait_s, batches = 0.0, 0
         while (took_s := time.perf_counter() - began) < seconds:
             asked = time.perf_counter()
             next(stream)
             wait_s, batches = wait_s + time.perf_counter() - asked, batches + 1
             time.sleep(case.step_ms / 1e3)
-        cpu_s, read = time.process_time() - cpu_s, stream.reader_totals.plus(before, sign=-1)
-    patches = batches * _BATCH
-    figures = {"patches_s": patches / took_s, "wait": wait_s / took_s, "cpu_s": cpu_s / patches}
+        cpu_s, read = reading_cpu_s() - cpu_s, stream.reader_totals.plus(before, sign=-1)
+    figures = {"patches_s": batches * _BATCH / took_s, "wait": wait_s / took_s}
+    figures["decode"] = read.bytes_read / max(cpu_s, 1e-9)
     regions = read.blocks * data.plan.patches_per_region / data.plan.reads_per_region(case.ranks)
     print(json.dumps(figures | {"requests": read.requests / regions, "bytes": read.bytes_fetched / regions}))
+
+
+def reading_cpu_s() -> float:
+    """CPU seconds of the threads that fetch and decode."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    threads = psutil.Process().threads()
+    return sum(each.user_time + each.system_time for each in threads if names.get(each.id) in ("reader", "fetch"))
 
 
 @contextmanager

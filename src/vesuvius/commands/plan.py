@@ -84,11 +84,14 @@ def main(argv: list[str]) -> int:
             step = recorded_step_s(args.step_from, config.training.micro_batch * config.training.accumulate_steps)
         store, cost = replace(STORES[name], **given(_STORE)), ReadingCost(**given(_COST))
         facts = forecast(config, machines, step, store, cost, given(_PRICES))
-    print_facts(facts if args.json else _with_unknown(facts), args)
+    print_facts(facts if args.json else _named(facts), args)
     return EXIT_OK
 
 
-def _with_unknown(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the unknown values of sections, whose lines would be left out."""
-    shown = {key: _with_unknown(value) if isinstance(value, dict) else value for key, value in facts.items()}
-    return {key: "unknown" if value is None else value for key, value in shown.items()}
+def _named(value: Any) -> Any:
+    """Replace None, whose lines would be left out, by a word."""
+    if isinstance(value, dict):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    return "unknown" if value is None else value

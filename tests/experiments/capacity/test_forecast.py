@@ -10,12 +10,16 @@ import pytest
 import yaml
 import zarr
 
+from tests.conftest import textured, write_array
+from tests.support.chunk_server import ChunkServer
 from tests.support.recorded_runs import run_start, step, write_run
 from tests.support.tiny import tiny_sections
 from vesuvius.commands.cli import main
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
+from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
 
 GIVEN = ("--decode-gb-s", "0.5", "--compression", "2")
 
@@ -48,6 +52,20 @@ def test_the_total_is_what_the_readers_of_all_ranks_read(
     assert facts["total"]["requests"] == pytest.approx(requests, rel=0.1)  # a mean over other visits
     assert facts["total"]["decoded_bytes"] == pytest.approx(requests * 32**3, rel=0.1)
     assert facts["total"]["fetched_bytes"] == pytest.approx(requests * 32**3 / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"zarr_format": 3, "shards": (64, 64, 64)}], ids=["chunks", "shards"])
+def test_a_stream_over_http_asks_for_what_was_planned(
+    config: Path, capsys: pytest.CaptureFixture[str], server: ChunkServer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((128, 256, 256)), **options)
+    more = [f"data.volumes=[{{path: '{server.url_of(path)}'}}]", "training.steps_per_epoch=300"]
+    total = planned(capsys, config, "--gpus", 1, *GIVEN, *more)["total"]
+    job = prepare_data(0, read_config(config, more).data).job
+    with PatchStream(job, StreamOptions(2, 1), stop=1200) as stream:
+        assert sum(len(batch.samples) for batch in stream) == 1200
+        assert stream.reader_totals.requests == pytest.approx(total["requests"], rel=0.15)
+        assert stream.reader_totals.bytes_read == pytest.approx(total["decoded_bytes"], rel=0.1)
 
 
 def test_money_and_hours_follow_from_steps_bytes_and_requests(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,7 @@ def forecast(
             "needed_patches_s": needed,
             "available_patches_s": nodes * node.simulate(0.0)[0] if rates else None,
             "first_limit": min(rates, key=rates.__getitem__, default=None),
-            "data_wait_percent": None if wait is None else 100 * wait,
+            "data_wait_percent": None if wait is None else round(100 * wait, 2),
             "readers_needed_per_node": readers and readers * node.ranks,
             "reader_memory_bytes": sum(n * (1 if of == "Ray" else node.ranks) for of, n in memory.items()),
             "resident_bytes": resident_bytes,

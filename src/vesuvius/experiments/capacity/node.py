@@ -61,10 +61,9 @@ class NodePlan:
             regions_ahead=TASKS_IN_FLIGHT * plan.regions_per_task if training.workers else REGIONS_AHEAD,
             staged=max(staged, 1),
             requests=self.requests,
-            cores=max(machines.cores - self.ranks, 1),  # a trainer takes one
+            cores=max(machines.cores - self.ranks, 1),  # a trainer takes one, also to cut patches
             batch=training.micro_batch,
             batches_ahead=max(training.workers, 1) * training.prefetch_factor,
-            cut_s=cost.cut_s,
             decode_bytes_s=cost.decode_bytes_s or math.inf,
             latency_s=store.latency_s or 0.0,
             request_bytes_s=store.request_bytes_s or math.inf,
@@ -131,13 +130,13 @@ class NodePlan:
             "network": (nodes, mean.fetched_bytes / (store.node_bytes_s or math.inf), faster),
             "requests/s": (1, mean.requests / (store.requests_s or math.inf), fewer),
         }
-        rows = [
-            (name, n * mean.patches / seconds if seconds else None, how) for name, (n, seconds, how) in limits.items()
-        ]
-        return [
-            {"limit": name, "patches_s": rate, "of_needed": rate and needed and rate / needed, "raised_by": how}
-            for name, rate, how in rows
-        ]
+        rows = []
+        for name, (count, seconds, how) in limits.items():
+            rate = count * mean.patches / seconds if seconds else None
+            of_needed = rate and needed and rate / needed
+            if store.remote or name not in ("latency", "requests/s"):
+                rows.append({"limit": name, "patches_s": rate, "of_needed": of_needed, "raised_by": how})
+        return rows
 
     def _load(self, visit: Visit) -> tuple[ArrayLoad, ...]:
         """What a reader fetches and decodes for a visit, of each array; chunks of staged regions are fetched once."""

@@ -16,7 +16,7 @@ from vesuvius.stream.reading.reader import Reader, ReaderJob, region_in
 from vesuvius.stream.reading.reader_stats import ReaderTotals
 from vesuvius.stream.start.prepare import PreparedData
 
-_READ_S, _PATCHES, _PINGS = 2.0, 16, 5
+_READ_S, _PINGS = 2.0, 5
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ STORES = {
 class ReadingCost:
     decode_bytes_s: float | None = None  # decoded bytes per CPU second
     compression: float | None = None  # decoded bytes per byte fetched
-    cut_s: float = 0.0  # CPU seconds to cut a patch
     source: str = "given"
 
 
@@ -81,7 +80,7 @@ def measured(data: PreparedData, store: Store, cost: ReadingCost) -> tuple[Store
 
 
 def reading_cost(job: ReaderJob) -> ReadingCost:
-    """Read regions of the plan for about two seconds, at least two, and cut patches.  CPU time counts.
+    """Read regions of the plan for about two seconds, at least two.  CPU time counts.
 
     Raises DataError: they cannot be read.
     """
@@ -97,17 +96,8 @@ def reading_cost(job: ReaderJob) -> ReadingCost:
                     break
     finally:
         reader.close()
-    batch, indices = job.batch_layout(1), list(itertools.islice(job.plan.mixing.samples_of(slot), _PATCHES))
-    arrays = [np.empty(shape[1:], dtype) for shape, dtype in batch]
-    started_s = time.process_time()
-    for index in indices:
-        sample = job.plan.sample_of(region.visit, index)
-        views = job.cut(region.visit.volume, region.voxels, region.visit.region, sample.box)
-        for array, view in zip(arrays, views, strict=True):
-            np.copyto(array, view)
-    cut_s = (time.process_time() - started_s) / len(indices)
     regions = f"{totals.blocks} regions of {Path(job.data.volumes[0].path).name}"
     if not totals.bytes_fetched:
-        return ReadingCost(cut_s=cut_s, source=f"not measured: no chunk of {regions} is stored")
+        return ReadingCost(source=f"not measured: no chunk of {regions} is stored")
     rates = totals.bytes_read / max(cpu_s, 1e-9), totals.bytes_read / totals.bytes_fetched
-    return ReadingCost(*rates, cut_s, f"measured here, on {regions}")
+    return ReadingCost(*rates, f"measured here, on {regions}")

@@ -45,11 +45,10 @@ class NodeSetup:
     regions_ahead: int  # per reader, between it and the cutter
     staged: int  # regions that a reader fetches at a time
     requests: int  # in flight, per reader and array
-    cores: int  # of the node, for decoding and cutting
+    cores: int  # of the node, for decoding
     batch: int  # samples of a micro-batch
     batches_ahead: int
     batch_s: float = 0.0  # the trainer's time per micro-batch
-    cut_s: float = 0.0  # CPU seconds per sample
     decode_bytes_s: float = math.inf  # decoded bytes per CPU second
     latency_s: float = 0.0  # of a request, without its bytes
     request_bytes_s: float = math.inf  # rate of one request
@@ -176,7 +175,6 @@ class _Rank:
                 self._asked[region].set()
                 yield self._read[region]
                 region += 1
-            yield from self._node.compute(batch * self._node.setup.cut_s)
             ready.set()
 
     def _reader(self, mine: list[int]) -> Process:
