@@ -2,8 +2,8 @@
 
     python tools/export_model.py runs/scroll/checkpoints/best scroll.safetensors --license CC-BY-4.0
 
-The file names the training volumes as the config does (paths included), and holds nothing else of them but intensity
-ranges and the power spectrum.  Prints its SHA-256 sum.
+The file holds the config, with the paths in it, and of the training volumes geometry, intensity ranges and power
+spectrum.  Prints its SHA-256 sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from vesuvius.training.checkpoint.trained import load_weights
 def export(run: Path, out: Path, license_name: str) -> str:
     """Write the model file; returns its SHA-256 sum.  Raises as `find_checkpoint` and `load_weights`."""
     checkpoint = find_checkpoint(run)
-    write_model_file(out, load_state(checkpoint / STATE), load_weights(checkpoint, "ema"), license_name)
+    state = load_state(checkpoint / STATE)
+    for volume in state["volumes"]:  # the folders of this machine are of no use elsewhere
+        if "://" not in volume["name"]:
+            volume["name"] = volume["name"].rpartition("/")[2]
+    write_model_file(out, state, load_weights(checkpoint, "ema"), license_name)
     return digest(out)
 
 

@@ -56,6 +56,8 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
     theirs, ours = read_checkpoint_info(checkpoint), read_checkpoint_info(find_checkpoint(model))
     assert (ours.step, ours.config, ours.checkpoint) == (theirs.step, theirs.config, model)
     one, two = ours.data.state_dict(), theirs.data.state_dict()
+    assert [volume.pop("name") for volume in one["volumes"]] == ["volume.zarr"], "without the folder"
+    assert Path(two["volumes"][0].pop("name")).name == "volume.zarr"
     spectra = one.pop("spectrum"), two.pop("spectrum")
     assert one == two
     assert torch.equal(spectra[0].pop("power"), spectra[1].pop("power"))
