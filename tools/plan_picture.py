@@ -34,7 +34,7 @@ def main() -> None:
         _draw_pass(axis, plan, number * visits)
     axes[0].set_title("a pass: starts are cut into cells (blue);\na cell's region (green) is read once")
     axes[1].set_title("the next pass: another phase,\nother cells")
-    _draw_window(axes[2], Mixing(0, 16, 8))
+    _draw_window(axes[2], Mixing(16, 8))
     axes[2].set_title(
         "a window of M = 16 regions, K = 8 patches of each:\neach round takes one patch of every region in it"
     )

@@ -142,7 +142,7 @@ def _open_data(config: Config) -> PreparedData:
     from vesuvius.stream.start.prepare import prepare_data
 
     data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, cache_dir=None)
-    return prepare_data(config.seed, data)
+    return prepare_data(config.seed, data, world_size=_ranks(config))
 
 
 def _ranks(config: Config | None) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +18,7 @@ import zarr
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.chunk_server import ChunkServer
+from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import StoreConfig, VolumeConfig
 from vesuvius.stream.reading.reader_stats import ReaderTotals
@@ -108,6 +113,39 @@ def test_a_region_whose_staging_is_slow_still_shares_the_chunks_of_one_read_befo
         volume.read(box)
     assert server.asked_for(path)["c/0/0/0"] == 3, "the index, and one request for each chunk"
     volume.close()
+
+
+RANK = """
+import os, sys
+from dataclasses import replace
+from tests.stream.test_stream import make_job
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading import reader
+from vesuvius.stream.stream import PatchStream
+reader.STAGED_BYTES_MAX = 0  # else regions that wait together share chunks
+job = replace(make_job(sys.argv[1]), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+with PatchStream(job, StreamOptions(4, 1), stop=320) as stream:
+    print("read", [index for batch in stream for index in batch.indices.tolist()], flush=True)
+"""
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_ask_for_each_chunk_as_often_as_regions_hold_it(server: ChunkServer, tmp_path: Path, world: int) -> None:
+    """Counted by the server: no region is read by two ranks."""
+    path, expected = write_array(tmp_path / "v.zarr", textured(SHAPE)), Counter[str]()
+    plan = make_job(path).plan
+    for slot in {plan.mixing.slot_of(index) for index in range(320)}:
+        ends = zip(*plan.visit(slot).region, strict=True)
+        expected.update(
+            "/".join(map(str, index))
+            for index in itertools.product(*(range(lo // 32, -(-hi // 32)) for lo, hi in ends))
+        )
+    server.reset()
+    with started_ranks(None, tmp_path, world, program=("-c", RANK, server.url_of(path))) as ranks:
+        assert ends_of(ranks) == [0] * world, output_of(tmp_path, world)
+    samples = [json.loads(line) for line in re.findall(r"^read (.*)$", output_of(tmp_path, world), re.MULTILINE)]
+    assert samples == [[*range(rank, 320, world)] for rank in range(world)]
+    assert {key: count for key, count in server.reads_of(path).items() if key[0].isdigit()} == expected
 
 
 FAULTS: dict[str, dict[str, Any]] = {

@@ -218,15 +218,16 @@ class DataConfig(Section):
     """the zarr volumes to draw from; a path such as images/*.zarr is one for each match"""
     patch_size: SizeZYX = (72, 136, 136)
     """voxels (z, y, x) of one training example"""
-    stream_gib: float = Field(1.0, gt=0)
-    """memory for the regions in flight, GiB; the size of regions, K and M follow from it"""
+    stream_gib: float = Field(2.0, gt=0)
+    """memory for the regions in flight of all ranks, GiB; the size of regions, K and M follow from it"""
     resident: Literal["auto"] | NonNegativeFloat = "auto"
     """keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit and it saves
     time; a number = up to that many GiB; 0 = never"""
     patches_per_region: PositiveInt | None = None
     """K, patches cut from each region read; null = 1 to 128, by region size; 1 = one region per patch"""
     regions_in_flight: PositiveInt | None = None
-    """M, regions in memory that samples are mixed from; null = 32, or 24 to 64 if they fit"""
+    """M, regions from which samples are mixed; null = 64, or 32 or 24 if no more fit; each is read once if M is a
+    multiple of the number of ranks"""
     min_foreground: float = Field(0.0, ge=0, le=1)
     """minimum share of foreground in every patch (an estimate for masks of more than 2^30 voxels); 0 = patches from
     everywhere"""

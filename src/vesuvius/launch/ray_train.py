@@ -223,7 +223,7 @@ def _store_bytes(config: Config, ranks: int) -> int:
     if config.cluster.address is not None or config.training.workers == 0:
         return _MIN_STORE_BYTES
     options = StreamOptions.from_config(config.training, config.cluster)
-    data = prepare_data(config.seed, config.data.with_patches_from_everywhere())
+    data = prepare_data(config.seed, config.data.with_patches_from_everywhere(), world_size=ranks)
     check_store(data.job, options, ranks)
     size = max(ranks * store_bytes(data.job, options), _MIN_STORE_BYTES)
     check_limits(config, ranks, size)

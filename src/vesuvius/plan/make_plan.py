@@ -14,15 +14,15 @@ from vesuvius.config import DataConfig, Triple, ValidationConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.cells import lay_cells, patches_of
 from vesuvius.plan.foreground import QualifyingStarts, qualifying_starts
-from vesuvius.plan.order import GROUPS, Mixing
+from vesuvius.plan.order import Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.volumes.alignment import Alignment, AnyAlignment
 from vesuvius.volumes.box import Box, format_box, shape_of, triple
 from vesuvius.volumes.occupancy import ForegroundMap
 
-# With M regions in flight, the positions of patches a batch of 8 apart correlate by at most (8 / M)^2.
-_REGIONS_WANTED = 32
-_REGIONS_IN_FLIGHT = (24, 64)
+# M: the largest that fits, so that up to 64 ranks have regions of their own.
+_LEAST, _FEW, _MANY = 24, 32, 64
+_GIB_OF_MANY = 2.0  # memory from which cells are limited so that many regions fit, instead of few
 # K follows from the size of a cell; larger, up to 64, if more bytes would be decoded than delivered.
 _PATCHES_PER_REGION = (1, 128)
 _READ_AMPLIFICATION, _PATCHES_TO_AMORTIZE = 0.95, 64
@@ -149,11 +149,11 @@ def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> P
     largest = max(volumes, key=lambda volume: _region_bytes(volume, patch))
     region_bytes = _region_bytes(largest, patch)
     fitting = min(int(config.stream_gib * 2**30) // region_bytes, sum(volume.num_visits_per_pass for volume in volumes))
-    regions = config.regions_in_flight or _within(fitting, _REGIONS_IN_FLIGHT) // GROUPS * GROUPS
+    regions = config.regions_in_flight or next((count for count in (_MANY, _FEW) if count <= fitting), _LEAST)
     return Plan(
         seed=seed,
         patch_zyx=patch,
-        mixing=Mixing(seed, regions, config.patches_per_region or _patches_per_region(largest, patch)),
+        mixing=Mixing(regions, config.patches_per_region or _patches_per_region(largest, patch)),
         regions_per_task=_within(_TASK_BYTES // region_bytes, _REGIONS_PER_TASK),
         augment=config.augment,
         volumes=tuple(volumes),
@@ -175,16 +175,17 @@ def plan_volume(
 ) -> PlanVolume:
     """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
-    32 regions fit into `data.stream_gib`, except that a cell may always be a quarter as long as a patch, and the volume
-    has at least 32 cells if its starts allow it.  A reader holds `voxel_bytes` per voxel, those of the dtype and of a
-    condition.  `min_foreground` is measured on the map.  Raises DataError: no start holds enough foreground.
+    64 regions fit into `data.stream_gib` (below 2 GiB: 32), except that a cell may always be a quarter as long as a
+    patch, and the volume has at least 32 cells if its starts allow it.  A reader holds `voxel_bytes` per voxel, those
+    of the dtype and of a condition.  `min_foreground` is measured on the map.  Raises DataError: no start holds enough
+    foreground.
     """
     patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
-    wanted = config.regions_in_flight or _REGIONS_WANTED
-    voxels_max = int(config.stream_gib * 2**30) // (wanted * voxel_bytes)
+    held = config.regions_in_flight or (_MANY if config.stream_gib >= _GIB_OF_MANY else _FEW)
+    voxels_max = int(config.stream_gib * 2**30) // (held * voxel_bytes)
     voxels_max = max(voxels_max, math.prod(5 * size // 4 for size in patch))
     patches_max = config.patches_per_region or _PATCHES_PER_REGION[1]
-    cells = lay_cells(split.train, patch, chunk_zyx, voxels_max, wanted, patches_max)
+    cells = lay_cells(split.train, patch, chunk_zyx, voxels_max, config.regions_in_flight or _FEW, patches_max)
     planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
     if foreground is None:
         return planned

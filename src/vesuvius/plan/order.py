@@ -6,21 +6,20 @@ Sample i is cut from one of the M regions of a window that slides over the regio
     round     0               | 1                | 2
     window    regions 0..M-1  | s..M+s-1         | 2s..M+2s-1       s = M / K
 
-In each round every region of the window gives one sample, in random order; M / K regions enter and leave per round.
+In each round every region of the window gives one sample; M / K regions enter and leave per round.  Sample i comes
+from the slot that equals i modulo M, so if M is a multiple of the number of ranks, each region belongs to one rank.
 Everything has a closed form: the plan of a 20 TB volume orders 38 million regions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
-_VOLUME, _ROUND = 2, 6  # second word of the seed; plan.py has the others
+_VOLUME = 2  # second word of the seed; plan.py has the others
 _SLOTS_PER_DRAW = 64
 _SHUFFLED = 4096
 _ROUNDS = 6
@@ -113,29 +112,17 @@ def _mix(value: int) -> int:
     return value ^ value >> 31
 
 
-GROUPS = 8
-"""Number of groups of regions.  Sample i always comes from group i mod 8, so a rank that takes the samples i = r mod W
-reads regions of its own if W divides 8."""
-
-
 @dataclass(frozen=True)
 class Mixing:
     """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its position in reading order."""
 
-    seed: int
     regions: int  # M: in flight at any time
     patches: int  # K: samples per region; fewer for those of the first window
 
-    @property
-    def groups(self) -> int:
-        """Number of groups: sample i comes from a slot s with i = s modulo this."""
-        return math.gcd(GROUPS, self.regions)
-
     def slot_of(self, index: int) -> int:
-        """Return the slot that sample `index` is cut from."""
-        round_index, position = divmod(index, self.regions)
-        first = self.first_slot(round_index)
-        return first + (_order(self.seed, self.regions, self.groups, round_index)[position] - first) % self.regions
+        """Return the slot that sample `index` is cut from: that of the window which equals it modulo M."""
+        first = self.first_slot(index // self.regions)
+        return first + (index - first) % self.regions
 
     def first_slot(self, round_index: int) -> int:
         return round_index * self.regions // self.patches
@@ -150,12 +137,10 @@ class Mixing:
         slot = self.slot_of(index)
         return index // self.regions - -(-(slot - self.regions + 1) * self.patches // self.regions)
 
-    def samples_of(self, slot: int) -> Iterator[int]:
-        """Yield the samples that are cut from a slot, in ascending order."""
-        lane = slot % self.regions
-        for round_index in self.rounds_of(slot):
-            order = _order(self.seed, self.regions, self.groups, round_index)
-            yield round_index * self.regions + order.index(lane)
+    def samples_of(self, slot: int) -> range:
+        """Return the samples that are cut from a slot."""
+        rounds, lane = self.rounds_of(slot), slot % self.regions
+        return range(rounds.start * self.regions + lane, rounds.stop * self.regions + lane, self.regions)
 
     def slots(self, first: int, stop: int) -> range:
         """Return the slots that samples first <= i < stop may be cut from; some at either end may not be needed."""
@@ -163,15 +148,3 @@ class Mixing:
             return range(0)
         last_window = self.first_slot((stop - 1) // self.regions)
         return range(self.first_slot(first // self.regions), last_window + self.regions)
-
-
-@lru_cache(maxsize=512)
-def _order(seed: int, regions: int, groups: int, round_index: int) -> tuple[int, ...]:
-    """Return the order in which the slots of a window, modulo M, give their samples in a round.
-
-    The first round uses the reading order, so that the first batch needs only the first regions.
-    """
-    rows = np.arange(regions).reshape(-1, groups)
-    if round_index > 0:
-        np.random.default_rng((seed, _ROUND, round_index)).permuted(rows, axis=0, out=rows)
-    return tuple(rows.ravel().tolist())

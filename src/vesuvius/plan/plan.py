@@ -21,15 +21,15 @@ import numpy as np
 from vesuvius.config import AugmentConfig, Triple
 from vesuvius.plan.cells import Cells, region_of
 from vesuvius.plan.foreground import QualifyingStarts, starts_within
-from vesuvius.plan.order import GROUPS, Mixing, permuted, volume_of_slot
+from vesuvius.plan.order import Mixing, permuted, volume_of_slot
 from vesuvius.volumes.box import Box, box_at, triple
 
-# Second word of every random seed here (`order.py` has 2 and 6), which keeps draws for different purposes independent.
+# Second word of every random seed here (`order.py` has 2), which keeps draws for different purposes independent.
 _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
 # Steps of a low-discrepancy lattice (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
-_VERSION = 2
-_COUNTED_SLOTS = 256
+_VERSION = 3
+_FINGERPRINT = 8  # samples
 _WINDOWS_OF_SMALL = 4
 
 
@@ -216,7 +216,7 @@ class Plan:
 
         The first samples serve as a fingerprint that also detects a numpy with different random streams.
         """
-        first = [self.sample(i) for i in range(GROUPS)]
+        first = [self.sample(i) for i in range(_FINGERPRINT)]
         return {
             "version": _VERSION,
             "seed": self.seed,
@@ -253,10 +253,13 @@ class Plan:
         decoded = volume.cells.decoded_voxels(self.patch_zyx, volume.chunk_zyx) * self.reads_per_region(world)
         return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
 
-    def reads_per_region(self, world: int) -> float:
-        """Mean number of ranks that read a region, of `world`; 1 if `world` divides `mixing.GROUPS`."""
-        slots = range(self.regions_in_flight, self.regions_in_flight + _COUNTED_SLOTS)
-        return sum(len({index % world for index in self.mixing.samples_of(slot)}) for slot in slots) / len(slots)
+    def reads_per_region(self, world: int) -> int:
+        """Number of ranks that read a region, of `world`: 1 if `regions_in_flight` is a multiple of it."""
+        return min(world // math.gcd(self.regions_in_flight, world), self.patches_per_region)
+
+    def regions_held(self, world: int) -> int:
+        """Number of the regions in flight that a rank of `world` holds, at most."""
+        return self.regions_in_flight // math.gcd(self.regions_in_flight, world)
 
     def _draw_start(self, volume_index: int, seed: tuple[int, ...]) -> Triple:
         """Draw a start uniformly from those of the volume that qualify."""
@@ -287,7 +290,7 @@ class Plan:
 
     def _is_needed(self, slot: int, first: int, stop: int, rank: int, world: int) -> bool:
         """Whether one of the samples first <= i < stop, i = rank modulo world, is cut from this slot."""
-        if (slot - rank) % math.gcd(self.mixing.groups, world):
+        if (slot - rank) % math.gcd(self.regions_in_flight, world):
             return False  # a sample equals its slot modulo this, so the slot belongs to another rank
         return any(first <= index < stop and index % world == rank for index in self.mixing.samples_of(slot))
 

@@ -88,7 +88,7 @@ def check_state(state: Any, job: ReaderJob) -> None:
     if state["plan_hash"] != job.plan.hash:
         raise ConfigError(
             f"The state belongs to plan {state['plan_hash']}, but the stream has plan {job.plan.hash}; use the same "
-            "seed, data section and volumes"
+            "seed, data section, volumes and version of vesuvius"
         )
     for record in state["quarantined"]:
         parse_damaged_box(record, len(job.data.volumes))

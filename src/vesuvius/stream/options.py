@@ -105,8 +105,8 @@ def readers_are_local(cluster: ClusterConfig, world: int) -> bool:
 
 
 def store_peak_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Peak bytes in the object store: the regions in flight, which the trainer holds, and prefetched blocks.  Pure."""
-    return job.plan.regions_in_flight * job.block_bytes + store_prefetch_bytes(job, options)
+    """Peak bytes in the object store: the regions in flight of this rank, and prefetched blocks.  Pure."""
+    return job.plan.regions_held(job.world_size) * job.block_bytes + store_prefetch_bytes(job, options)
 
 
 def store_prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:

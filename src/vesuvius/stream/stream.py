@@ -242,7 +242,8 @@ class PatchStream(Iterator[Batch]):
         """Whether `reconfigure(cache_in_memory=False)` frees memory, as the regions in flight then take some."""
         if self._resident is None:
             return False
-        held = blocks_of_threads(self._job.plan.regions_in_flight, self.options.num_threads) * self._job.block_bytes
+        regions = self._job.plan.regions_held(self._job.world_size)
+        held = blocks_of_threads(regions, self.options.num_threads) * self._job.block_bytes
         return Resident.size_bytes(self._job) > held
 
     @property

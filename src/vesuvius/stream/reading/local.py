@@ -44,8 +44,8 @@ class LocalRegions(Iterator[Region]):
         threads: int = 1,
     ) -> None:
         self._job, self._resident = job, resident
-        # A region is in use until the cutter asks for the one M later; with a copy, until it is copied.
-        ring = blocks_of_threads(1 if resident else job.plan.regions_in_flight, threads) // threads
+        # A region is in use until the cutter asks for the one that takes its place; with a copy, until it is copied.
+        ring = blocks_of_threads(1 if resident else job.plan.regions_held(job.world_size), threads) // threads
         self._pools = [Pool(1, "reader") for _ in range(threads)]
         self._readers = [pool.submit(Reader, job, ring) for pool in self._pools]
         self._readers[0].result()  # raises if the volumes cannot be opened

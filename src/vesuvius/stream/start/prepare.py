@@ -271,15 +271,24 @@ def prepare_data(
 
 
 def amplified_reads(plan: Plan, world: int) -> list[str]:
-    """Describe the volumes that `world` ranks decode more than once over, one line each.  Pure."""
-    return [
-        f"the read amplification of {volume.name} is {amplification:.2f}: chunks of {format_sizes(volume.chunk_zyx)}, "
-        f"each read by {plan.reads_per_region(world):.1f} ranks; raise data.patches_per_region (now "
-        f"{plan.patches_per_region}) in a new run, or use smaller chunks"
-        for index, volume in enumerate(plan.sources)
-        if (amplification := plan.read_amplification(index, world)) > 1
-        and math.prod(volume.shape_zyx) * volume.voxel_bytes > _SMALL_BYTES
+    """Describe what `world` ranks read or decode more than once over, one line each.  Pure."""
+    large = {n: v for n, v in enumerate(plan.sources) if math.prod(v.shape_zyx) * v.voxel_bytes > _SMALL_BYTES}
+    lines = [
+        f"the read amplification of {volume.name} is {amplification:.2f}, with chunks of "
+        f"{format_sizes(volume.chunk_zyx)}; raise data.patches_per_region (now {plan.patches_per_region}) in a new "
+        "run, or use smaller chunks"
+        for index, volume in large.items()
+        if (amplification := plan.read_amplification(index)) > 1
     ]
+    if large and (reads := plan.reads_per_region(world)) > 1:
+        regions = -(-plan.regions_in_flight // world) * world
+        size = max(math.prod(v.cells.region_zyx(plan.patch_zyx)) * v.voxel_bytes for v in large.values())
+        lines.append(
+            f"each region is read by {reads} of {world} ranks, as {plan.regions_in_flight} regions in flight are no "
+            f"multiple of {world}; set data.regions_in_flight={regions} and "
+            f"data.stream_gib={math.ceil(regions * size / 2**30 * 10) / 10:g} in a new run"
+        )
+    return lines
 
 
 def _without_unequal_turns(config: DataConfig, volumes: Sequence[Volume]) -> DataConfig:

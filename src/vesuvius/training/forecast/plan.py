@@ -303,7 +303,7 @@ def reading_bytes(config: Config, data: PreparedData, cores: int | None = None) 
     # At least one region is staged, whatever its size; compression is ignored.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     if workers == 0:
-        blocks = blocks_of_threads(job.plan.regions_in_flight, threads) * job.block_bytes
+        blocks = blocks_of_threads(job.plan.regions_held(job.world_size), threads) * job.block_bytes
         return {"trainer": blocks + scratch + threads * (max(own, default=0) + staged)}
     # In a longer run, the readers of two Ray Data executions overlap during the handover.
     all_tasks = job.tasks(0, config.stop_step * config.global_batch)

@@ -120,7 +120,8 @@ def preflight(
     network.check_size(config.training.micro_batch, config.data.patch_size)
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
-    data = prepare_data(config.seed, config.data if caches else config.data.with_store(cache_dir=None))
+    data_config = config.data if caches else config.data.with_store(cache_dir=None)
+    data = prepare_data(config.seed, data_config, world_size=ranks_here)
     options = StreamOptions.from_config(config.training, config.cluster)
     if not is_ray_connected():
         check_store(data.job, options, ranks_here)

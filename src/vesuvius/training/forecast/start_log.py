@@ -122,6 +122,8 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         window = f"windows of {format_sizes(plan.patch_zyx)} condition voxels, {config.data.context} patches long"
         lines.append(f"context    {window}; noise up to {config.diffusion.condition_noise:g}")
     memory = format_size(plan.regions_in_flight * data.job.block_bytes)
+    reads = "once" if (count := plan.reads_per_region(world)) == 1 else f"by {count} of {world} ranks"
+    cut = f"{plan.patches_per_region} patches each, each read {reads}"
     table = Schedule.from_config(config.diffusion, spectrum).alpha_bar_64
     sigmas = " to ".join(f"{math.sqrt(1 / alpha_bar - 1):.3g}" for alpha_bar in table[[0, -1]])
     spread = f"standard deviation {spectrum.std:.3g}"
@@ -129,7 +131,7 @@ def _data_lines(config: Config, checked: Preflight, world: int) -> list[str]:
         spread = "constant in all patches measured: nothing to learn"
     return [
         *lines,
-        f"order      {plan.regions_in_flight} regions in flight ({memory}), {plan.patches_per_region} patches each",
+        f"order      {plan.regions_in_flight} regions in flight ({memory}), {cut}",
         *_resident_lines(config, checked),
         f"noise      {config.diffusion.noise}, sigma {sigmas}; data: mean {spectrum.mean:.3g}, {spread}",
     ]
