@@ -102,13 +102,16 @@ def ragged_job(tmp_path: Path) -> ReaderJob:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("world", [3, 24])
+@pytest.mark.parametrize("world", [16, 3])
 def test_ranks_together_deliver_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
-    """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""
+    """By the hashes of indices and voxels of each global batch: none is missing, none there twice.
+
+    Long enough for a rank to reuse the buffers of the few regions that it holds.
+    """
 
     def hashes(rank: int, world: int) -> list[list[str]]:
         with open_stream(replace(job, rank=rank, world_size=world), batch_size=48 // world) as stream:
-            batches = [next(stream) for _ in range(3)]
+            batches = [next(stream) for _ in range(10)]
             return [[_hash(*one) for one in zip(batch.indices, batch.patches, strict=True)] for batch in batches]
 
     expected = [sorted(batch) for batch in hashes(0, 1)]
