@@ -3,9 +3,9 @@
     python tools/bench/capacity.py [--seconds 20] [--folder DIR]
 
 A synthetic scroll lies behind an HTTP server that delays each answer.  A rank is a process that takes batches from the
-stream and sleeps between them, which stands for a step.  Each line compares patches/s of all ranks, the data wait,
-requests and kB per patch, and the bytes decoded per CPU second: those that the command measures first, and those of the
-run's reading threads.
+stream and sleeps between them; that stands for a step, whose time as measured is given to the plan (`--step-s`).  Each
+line compares patches/s of all ranks, the data wait, requests and kB per patch, and the bytes decoded per CPU second:
+those that the command measures first, and those of the run's reading threads.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def compare(url: str, case: Case, seconds: float) -> None:
     data = prepare_data(0, config.data, world_size=case.ranks)
     store, cost = measured(data, STORES["http"], ReadingCost())
     node = NodePlan(config, data, Machines(case.ranks, 1, 2 + case.ranks), store, cost)
-    plan_s, plan_wait = node.simulate(case.step_ms / 1e3, case.readers)
     command = [sys.executable, __file__, "--rank", url, json.dumps(asdict(case))]
     ranks = [
         subprocess.Popen([*command, str(rank), str(seconds)], stdout=subprocess.PIPE, text=True)
         for rank in range(case.ranks)
     ]
     reals = [json.loads(rank.communicate()[0]) for rank in ranks]
+    plan_s, plan_wait = node.simulate(max(real["step_s"] for real in reals), case.readers)
     names, patches_s, mean = (
         ("wait", "requests", "bytes", "decode"),
         sum(real["patches_s"] for real in reals),
@@ -150,7 +150,7 @@ def run_rank(url: str, case: Case, rank: int, seconds: float) -> None:
             wait_s, batches = wait_s + time.perf_counter() - asked, batches + 1
             time.sleep(case.step_ms / 1e3)
         cpu_s, read = reading_cpu_s() - cpu_s, stream.reader_totals.plus(before, sign=-1)
-    figures = {"patches_s": batches * _BATCH / took_s, "wait": wait_s / took_s}
+    figures = {"patches_s": batches * _BATCH / took_s, "wait": wait_s / took_s, "step_s": (took_s - wait_s) / batches}
     figures["decode"] = read.bytes_read / max(cpu_s, 1e-9)
     regions = read.blocks * data.plan.patches_per_region / data.plan.reads_per_region(case.ranks)
     print(json.dumps(figures | {"requests": read.requests / regions, "bytes": read.bytes_fetched / regions}))
