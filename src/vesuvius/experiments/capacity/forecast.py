@@ -17,7 +17,7 @@ from vesuvius.experiments.capacity.node import Machines, NodePlan
 from vesuvius.experiments.capacity.rates import ReadingCost, Store, measured
 from vesuvius.runlog.units import GIB, format_duration
 from vesuvius.stream.reading.resident import Resident
-from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.start.prepare import amplified_reads, prepare_data
 from vesuvius.training.forecast.plan import first_pass_samples, reading_bytes
 
 
@@ -80,6 +80,7 @@ def forecast(
             "decode_gb_s": cost.decode_bytes_s and cost.decode_bytes_s / 1e9,
             "compression": cost.compression,
             "source": cost.source,
+            "warnings": amplified_reads(plan, gpus),
         },
         "store": {
             "latency_ms": None if store.latency_s is None else 1000 * store.latency_s,

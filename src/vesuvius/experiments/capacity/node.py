@@ -121,14 +121,19 @@ class NodePlan:
         latency = f"data.store.requests={in_flight}, or {more}" if in_flight <= self._staged_requests else more
         cores = max(math.ceil(wanted * decode_s / nodes) + self.ranks, self._machines.cores)
         faster = "a faster network, larger data.stream_gib, data.store.cache_dir or a local copy"
+        once = (
+            "each region read once (see warnings), "
+            if self._data.plan.reads_per_region(self._machines.gpus) > 1
+            else ""
+        )
         fewer = "larger data.stream_gib, larger chunks or shards, or copies under several prefixes"
         # Regions at a time, seconds that one takes, remedy.
         limits = {
             "decoding: readers": (readers, decode_s, more),
             "decoding: cores": (nodes * self.setup.cores, decode_s, f"{cores} cores a node"),
             "latency": (readers, fetch_s, latency),
-            "network": (nodes, mean.fetched_bytes / (store.node_bytes_s or math.inf), faster),
-            "requests/s": (1, mean.requests / (store.requests_s or math.inf), fewer),
+            "network": (nodes, mean.fetched_bytes / (store.node_bytes_s or math.inf), once + faster),
+            "requests/s": (1, mean.requests / (store.requests_s or math.inf), once + fewer),
         }
         rows = []
         for name, (count, seconds, how) in limits.items():
