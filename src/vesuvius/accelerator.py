@@ -3,8 +3,6 @@
 All types take the same way.  Other modules name "cuda" only for what CUDA alone has, such as NCCL, cuDNN and TF32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

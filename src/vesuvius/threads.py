@@ -1,7 +1,5 @@
 """Daemon threads and their end: pools, calls with a timeout, forks; and the stacks of all threads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """`vesuvius bench --config FILE --sweep KEY=A,B --compare KEY=A,B`: compare the speed of settings."""
 
-from __future__ import annotations
-
 import shlex
 
 from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say

@@ -4,8 +4,6 @@ Also shared by all commands: their argument parser, printing, and argument types
 `vesuvius --help` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import faulthandler

@@ -1,7 +1,5 @@
 """`vesuvius demo [key.path=value ...]`: write a synthetic scroll, train on it, generate a volume."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from importlib.resources import files

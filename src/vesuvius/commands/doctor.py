@@ -1,7 +1,5 @@
 """`vesuvius doctor [--config FILE [key.path=value ...]]`: check whether this machine can train."""
 
-from __future__ import annotations
-
 import logging
 
 from vesuvius.commands.cli import Parser, add_config, as_command, say

@@ -1,7 +1,5 @@
 """`vesuvius evaluate RUN`: compare patches of a trained model with held-out ones."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import ArgumentTypeError
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """First config for a volume on this machine: the largest preset that fits memory and half an hour."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

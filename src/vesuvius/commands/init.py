@@ -1,7 +1,5 @@
 """`vesuvius init VOLUME`: write a first config for a volume and this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

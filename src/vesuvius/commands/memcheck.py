@@ -3,8 +3,6 @@
 Reads only, from outside the run.  Needs only psutil and rich, so that it works while a run is dying.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

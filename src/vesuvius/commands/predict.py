@@ -1,7 +1,5 @@
 """`vesuvius predict --network N --volume V --out O`: evaluate any network on a whole volume."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

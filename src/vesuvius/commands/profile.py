@@ -1,7 +1,5 @@
 """`vesuvius profile --config FILE [--trace] [key.path=value ...]`: show where the time of a step goes."""
 
-from __future__ import annotations
-
 import os
 import shlex
 

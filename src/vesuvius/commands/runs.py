@@ -1,7 +1,5 @@
 """`vesuvius report RUN [RUN ...]` and `vesuvius quarantine RUN`: the records of runs."""
 
-from __future__ import annotations
-
 import shlex
 from contextlib import suppress
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """`vesuvius train --config FILE [key.path=value ...]`, also `python -m vesuvius.train`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import replace

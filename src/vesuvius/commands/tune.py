@@ -1,7 +1,5 @@
 """`vesuvius tune --config FILE [key.path=value ...]`, also `python -m vesuvius.tune`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`data.*`: volumes, patches, their order, and the validation split."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping

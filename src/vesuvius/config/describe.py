@@ -1,7 +1,5 @@
 """Config keys in words (names, types, values) for messages, dumps and docs/config.md.  Pure."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

@@ -1,7 +1,5 @@
 """`Config`: all sections, and the rules between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self

@@ -6,8 +6,6 @@
 Functions with a path read files.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Volumes by pattern, `images/*.zarr` with labels `labels/{name}_target.zarr`, and volumes files.  Reads folders."""
 
-from __future__ import annotations
-
 import glob
 import logging
 import os

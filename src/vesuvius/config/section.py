@@ -1,7 +1,5 @@
 """Base class of all config sections, and the types of their fields."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

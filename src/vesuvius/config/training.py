@@ -1,7 +1,5 @@
 """`model.*`, `training.*` and `diffusion.*`: the network, the training loop and the noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Annotated, Literal

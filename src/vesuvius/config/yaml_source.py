@@ -3,8 +3,6 @@
 Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010` is ten, there are no dates.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

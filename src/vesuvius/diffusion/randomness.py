@@ -4,8 +4,6 @@ The random numbers of sample i do not depend on batch size, accumulation, ranks,
 checkpoint stores no generator state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from enum import IntEnum

@@ -5,8 +5,6 @@ Each method is a table of coefficients, one row per step, computed in float64 on
 volume.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

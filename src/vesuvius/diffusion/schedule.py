@@ -3,8 +3,6 @@
 The timestep `t` counts from 0, the least noisy, to `timesteps - 1`, almost pure noise.  A clean sample has no t.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -177,7 +175,7 @@ class Schedule:
     def device(self) -> torch.device:
         return self.snr_table.device
 
-    def to(self, device: torch.device | str) -> Schedule:
+    def to(self, device: torch.device | str) -> Self:
         """Return a copy whose float32 tables are on `device`."""
         moved: dict[str, Any] = {key: each.to(device) for key, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **moved)

@@ -1,7 +1,5 @@
 """The machine and the folder of an experiment, its free memory, and the planned memory of a trial."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

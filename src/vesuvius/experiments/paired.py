@@ -6,8 +6,6 @@ corrected for multiple tests: a tune may stop at each of several tests, so each 
 (S. J. Pocock, Biometrika 64, 191, 1977); a bench divides its 5 % among the trials that it compares (Bonferroni).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ An observer runs between two steps, so the loop, the clock and the records are t
 counts the steps, traces some more, then ends the run.  The page is that of a run, limited to these steps.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Warm-up, length of a measurement, and samples/s of the steady state; for bench, tune and profile.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A process of `vesuvius train` under measurement: its records, how it ended, and why."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Shared by samples and volumes: the request, its checks and record, the network, progress, stop signals."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Samples on disk: OME-Zarr arrays with one chunk per sample, in a directory renamed into place when complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -4,8 +4,6 @@ A sample depends only on (seed, its index), bit for bit at the same batch size: 
 size, whatever the count, and the last one may be smaller.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

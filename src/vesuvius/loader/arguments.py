@@ -1,7 +1,5 @@
 """Checks the arguments of a loader, and makes its data section of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from numbers import Real

@@ -4,11 +4,9 @@ Batches reach a GPU through pinned memory, on a separate stream; on a CPU nothin
 normalization and augmentation run on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -36,7 +34,7 @@ class PatchBatch:
     label: Tensor | None
     samples: tuple[Sample, ...]  # index, volume, box and augmentation of each patch
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PatchBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on another device; called by frameworks that move batches themselves."""
         label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
         return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)

@@ -1,7 +1,5 @@
 """Finds the rank of a loader, and compares where the ranks begin."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Decides whether the decoded volumes stay in memory, and opens the one copy of the ranks of a machine."""
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import suppress

@@ -4,15 +4,13 @@ On a CPU the host's clock counts.  On a GPU the device's clock does: events are 
 or more later, so that the host never waits for the device just to read its clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -65,7 +63,7 @@ class HostEvent:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: HostEvent) -> float:
+    def elapsed_time(self, end: Self) -> float:
         return 1000 * (end._recorded_s - self._recorded_s)
 
 

@@ -4,8 +4,6 @@ Output: `recent.jsonl`, `system.jsonl` (`samples.py`) and, if the guard has to a
 samples and judges, another writes, so that a hung disk or GPU driver does not blind the guard.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil
@@ -17,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from vesuvius.monitor.memory.guard import Guard, LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryPolicy, run_bytes
@@ -110,7 +108,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

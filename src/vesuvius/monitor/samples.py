@@ -4,15 +4,13 @@
 `recent.before.jsonl`.  `system.jsonl` has a record for each window of samples.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.monitor.memory.risk import Exhaustion, Risk, Trend
@@ -55,9 +53,7 @@ class MemorySample:
     silent_s: float | None = None
 
     @classmethod
-    def of(
-        cls, system: SystemSample, risk: Risk, readers: Mapping[int, int], step: int = 0, **more: Any
-    ) -> MemorySample:
+    def of(cls, system: SystemSample, risk: Risk, readers: Mapping[int, int], step: int = 0, **more: Any) -> Self:
         """Sum up what the probes read; `more`: fields that only the run itself knows."""
         cgroup, machine = system.cgroup, system.machine
         return cls(

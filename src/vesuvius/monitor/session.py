@@ -3,8 +3,6 @@
 Written when a session begins and again when it ends.  A session without an end whose process is gone has died.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, replace

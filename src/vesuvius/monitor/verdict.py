@@ -4,8 +4,6 @@ The device either computes or waits: for data, for copies, for the host.  If it 
 from the trainer: prefetched batches, cutting, readers, store.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal

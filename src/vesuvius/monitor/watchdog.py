@@ -3,15 +3,13 @@
 Runs on a thread of its own, so that a hung loop, monitor or disk cannot block it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from vesuvius.errors import disk_remedy, one_line
 from vesuvius.runlog.held import where
@@ -61,7 +59,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         if self._stall_s > 0:
             self._thread.start()
         return self

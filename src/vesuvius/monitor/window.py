@@ -1,7 +1,5 @@
 """Input of a verdict: figures of some steps, and the settings of the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from vesuvius.monitor.clock import StepTimes

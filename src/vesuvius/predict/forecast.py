@@ -1,7 +1,5 @@
 """`vesuvius predict --dry-run`: tiles, bytes, memory and time of a prediction, from a few chunks and network calls."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

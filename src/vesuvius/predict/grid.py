@@ -1,7 +1,5 @@
 """A grid of overlapping patches over a box of a volume, in order, and the blend of a network's outputs on them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

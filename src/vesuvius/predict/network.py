@@ -1,7 +1,5 @@
 """Networks for prediction: opened from a file, a function or a living module, and probed with an empty batch."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """From blended network outputs to the voxels of a predicted volume.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

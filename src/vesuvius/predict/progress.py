@@ -1,7 +1,5 @@
 """Progress of a long computation, its stop requests, and the threads and memory that torch computes with."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator

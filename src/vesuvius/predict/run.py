@@ -1,7 +1,5 @@
 """`vesuvius.predict_volume`: any network on a volume of any size, written as an OME-Zarr; resumed after any end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

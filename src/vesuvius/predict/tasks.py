@@ -13,8 +13,6 @@ tiles over this one, and the blocks of the last one are written.  Tiles that no 
 three rows of tiles exist at a time.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Charts of a run, and the parts of its time.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """`vesuvius report`: the content of the page of one run, or of several with their differences."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ The page is self-contained (style, curves and pictures are embedded) and has no 
 users write: the template escapes every value.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math

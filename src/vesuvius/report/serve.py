@@ -1,7 +1,5 @@
 """`vesuvius report RUN --serve`: the page over HTTP on this machine; the browser reloads it while the runs train."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

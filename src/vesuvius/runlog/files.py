@@ -1,7 +1,5 @@
 """Crash-safe files: append, atomic replacement, locks, asynchronous writes; and free disk space."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

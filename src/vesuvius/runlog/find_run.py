@@ -1,7 +1,5 @@
 """Finds run directories."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its path is looked up again before each write that opens a file by name.  Open files follow a moved directory anyway.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

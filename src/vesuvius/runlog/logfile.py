@@ -1,7 +1,5 @@
 """Writes the run's log to `logs/train_full.log` and the terminal, and formats the line of a step."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

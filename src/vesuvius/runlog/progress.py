@@ -1,7 +1,5 @@
 """Logs the progress of long operations, a line every few seconds."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

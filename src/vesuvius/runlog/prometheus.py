@@ -3,11 +3,9 @@
 Base units, counters that only grow within a session, labels with few values.  Unknown figures have no sample.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -96,7 +94,7 @@ class Exporter:
                 *(address, error),
             )
 
-    def __enter__(self) -> Exporter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,8 +3,6 @@
 Figures are unrounded, names carry units, and unknown figures and NaN are null.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ Configs and checkpoints of the run keep their secrets, because a resume needs th
 stands: in the user part or the query of a URL, after the name of a secret, after the scheme of a header.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Format sizes, rates, durations, speeds and times for people; quantiles without numpy, for memcheck."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ reader, then saves and exits with code 4.  Leaking readers are restarted.  The s
 sample, so no batch changes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

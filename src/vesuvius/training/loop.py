@@ -1,7 +1,5 @@
 """The training loop: from the first batch to the last step or a request to stop."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """A training run in chronological order, from its directory to its last checkpoint.  `loop.py` contains the loop."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -3,8 +3,6 @@
 The current step is finished, or dropped if it takes long (`StopRequest.is_overdue`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from types import FrameType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_SIGNALS, VesuviusError
 from vesuvius.runlog.logfile import silence_lost_terminal
@@ -52,7 +50,7 @@ class StopRequest:
         handlers = {number: signal.getsignal(number) for number in (*_COUNTED, *STOP_SIGNALS)}
         self._before = {n: known for n, known in handlers.items() if n in _COUNTED or known is signal.SIG_DFL}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # not in a Ray Train worker
             for number in self._before:
                 signal.signal(number, self._on_signal)

@@ -4,8 +4,6 @@ Chunk i of the copy starts at voxel i * chunk of the box.  Chunks are read while
 atomically (`partial.py`); existing ones are skipped.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -3,8 +3,6 @@
 The source is decoded in layers as deep as a shard to an unnamed temporary file, from which chunks are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

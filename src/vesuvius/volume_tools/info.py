@@ -4,8 +4,6 @@
 the reason, never 0.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Each chunk or shard is written under a temporary name, synced, read back and ren
 and is skipped.  Air is not stored; a resumed process computes it again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

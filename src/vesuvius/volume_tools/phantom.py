@@ -6,8 +6,6 @@ delaminated layers, two crossed fiber layers per sheet, CT noise, and masked air
 order of writing and machine do not change a voxel.  Only `write_phantom` does I/O, in the layout of published scrolls.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The levels of a new volume: shapes, downsampling and OME-Zarr metadata.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Voxels are moved, never mixed: each has the class and the instance of one voxel 
 grows into class 0 or leaves class 0 behind.  No id is invented.  Needs scipy.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable, Sequence

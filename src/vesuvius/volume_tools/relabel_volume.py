@@ -3,8 +3,6 @@
 OUT.zarr has the classes, OUT.instances.zarr the ids.  A killed process is resumed by computing both again.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Writes shards of zarr v3, and verifies written files."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 Labels are integers (Z, Y, X); in instances, 0 is the space between them.  Needs scipy.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -6,8 +6,6 @@ Intact chunks are recorded, so that an interrupted verification can continue:
                                         kill has no end
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -3,15 +3,13 @@
 Coordinates are those of voxel centers: voxel i along an axis is at i.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +98,7 @@ class AffineAlignment:
         assert out is not None
         return out
 
-    def coarsened(self) -> tuple[AffineAlignment, tuple[Fraction, Fraction, Fraction]]:
+    def coarsened(self) -> tuple[Self, tuple[Fraction, Fraction, Fraction]]:
         """The same with voxels of the volume about as coarse as those of the array, and their edges in voxels."""
         matrix = np.array(self.rows)
         steps = np.maximum(1 // np.linalg.norm(matrix[:, :3], axis=0), 1)

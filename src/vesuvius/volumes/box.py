@@ -1,7 +1,5 @@
 """Boxes of voxels and of chunks.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeVar
 

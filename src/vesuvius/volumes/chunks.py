@@ -4,8 +4,6 @@ Knows the keys of chunks and the indices of shards (`shards.py`), so that all by
 and ahead of the read (`Staging`); zarr-python reads the chunks of a shard one after the other.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """The surroundings of a patch in a coarser array: a window of as many voxels as the patch, around its center.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Errors between a store and its voxels, and the meaning of the errors of obstore and the system."""
 
-from __future__ import annotations
-
 import errno
 import re
 import socket

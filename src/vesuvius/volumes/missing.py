@@ -4,8 +4,6 @@ zarr reads every absent chunk as air.  Some writers omit `dimension_separator` f
 mix up the key encodings of v2 and v3, so the first absent chunks are looked for under the other encodings too.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -3,8 +3,6 @@
 Sources: the sidecar next to a level, a listing of the store, a coarse level above a threshold, or a mask.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -5,8 +5,6 @@ from remote stores.  Bytes are fetched ahead: a few chunks from disk, whole regi
 decoded on the reading thread.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Checks and statistics of voxels of any stored dtype: non-finite values, labels, percentiles, Euler number."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`vesuvius volume`: import, inspect, copy, list, verify, synthesize and relabel volumes."""
 
-from __future__ import annotations
-
 from vesuvius.commands.cli import Parser, as_command
 from vesuvius.commands.volume.look import add_info, add_occupancy, add_verify
 from vesuvius.commands.volume.make import add_copy, add_import, add_synth

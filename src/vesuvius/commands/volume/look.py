@@ -1,7 +1,5 @@
 """`vesuvius volume info`, `occupancy` and `verify`: commands that read a volume."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """`vesuvius volume synth`, `copy` and `import`: commands that write a volume."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """`vesuvius volume relabel`: changed copies of labels."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

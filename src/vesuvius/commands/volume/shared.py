@@ -1,7 +1,5 @@
 """Shared by the `vesuvius volume` commands: arguments, and facts printed for people or as JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence

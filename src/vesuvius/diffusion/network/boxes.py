@@ -3,8 +3,6 @@
 In channels-last order this copies runs of sx C numbers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

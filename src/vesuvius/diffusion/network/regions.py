@@ -3,8 +3,6 @@
 torch caches compiled code by source and shapes, so equal blocks with equal memory formats compile once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

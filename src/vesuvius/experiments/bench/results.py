@@ -1,7 +1,5 @@
 """Trials of a bench (a few overrides of one config each), their results, and the page.  Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shlex

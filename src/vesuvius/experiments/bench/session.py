@@ -1,7 +1,5 @@
 """Runs a bench: each trial is measured once a round, by a process of `vesuvius train`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

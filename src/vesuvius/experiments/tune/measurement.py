@@ -1,7 +1,5 @@
 """Settings of a tune, their limits, their results, and the memory and samples/s predicted from these.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -53,11 +51,11 @@ class Setting:
         """The values that affect the step time, and that only a new process can change."""
         return tuple(value for knob, value in vars(self).items() if knob not in READER_KNOBS)
 
-    def changes(self, source: Setting) -> dict[Knob, Any]:
+    def changes(self, source: Self) -> dict[Knob, Any]:
         """The values that differ from another setting, by knob, in the order of the knobs."""
         return {knob: value for knob, value in vars(self).items() if value != getattr(source, knob)}
 
-    def overrides(self, source: Setting) -> list[str]:
+    def overrides(self, source: Self) -> list[str]:
         """The command-line overrides that turn a config with setting `source` into this one."""
         return [f"{key_of(knob)}={to_yaml(value)}" for knob, value in self.changes(source).items()]
 

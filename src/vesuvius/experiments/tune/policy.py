@@ -6,8 +6,6 @@ switches.  The result is confirmed by full runs that alternate with the baseline
 a `Trial` and is sent its `Result`: the same trials give the same decisions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal

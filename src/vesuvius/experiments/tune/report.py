@@ -3,8 +3,6 @@
 The tuned config `extends` the source and sets the keys that differ, each with its reason: `workers: 6  # was 2; ...`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

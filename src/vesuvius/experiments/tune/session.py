@@ -4,8 +4,6 @@ The trainer is a process of `vesuvius train` that takes commands (`worker.py`) a
 If it dies, the tune continues: the rest of it is killed, and the cause is stored in the `Result`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ Commands are lines of JSON on standard input; when it closes, the tune has ended
 records of kind `trial` in `metrics.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ A small CNN; and kernel ridge regression on fixed features, without positions an
 such a CNN misses.  Sources: Lopez-Paz & Oquab 2017, classifier two-sample tests; Hofmann et al. 2008.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

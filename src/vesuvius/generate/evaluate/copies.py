@@ -1,7 +1,5 @@
 """Patches -> how far they are from the most similar part of the training volume: memorized voxels.  Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

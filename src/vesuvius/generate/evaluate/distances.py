@@ -4,8 +4,6 @@ Both compare the sets as a whole, in the principal components of real patches, s
 et al. 2018 (KID); Heusel et al. 2017 (Frechet distance); both with fixed 3D features instead of a trained network's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

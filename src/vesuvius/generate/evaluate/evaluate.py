@@ -1,7 +1,5 @@
 """`vesuvius evaluate`: from a checkpoint, or the samples of any program, to a folder with metrics and a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -5,8 +5,6 @@ set, and of any part of it, are ratios of sums.  Sources: Torquato 2002, Random 
 chords); Ohser & Muecklich 2000 (Euler number and surface of voxels).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

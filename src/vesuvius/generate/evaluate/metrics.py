@@ -5,8 +5,6 @@ far if patches are swapped at random?  Patches that share voxels are swapped tog
 is NaN, with the reading "unknown".
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

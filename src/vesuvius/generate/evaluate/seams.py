@@ -4,8 +4,6 @@ Works without the size of the tiles.  Seams that are blended over several planes
 whole number of voxels apart, are not seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The run's own records give everything about its memory, steps and verdict.  The 
 alive and, if the run's monitor is silent, what it uses now and how close its limits are.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -3,8 +3,6 @@
 Unknown figures are "-", never 0.  Page cache is not part of the total, and shared memory counts once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

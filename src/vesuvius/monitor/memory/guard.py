@@ -1,7 +1,5 @@
 """The memory guard decides what to do before the run is killed for its memory.  A pure state machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Memory limits of a run: the machine, cgroups, Ray's memory monitor, and `monitor.ram_limit_gib`.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ buffers, allocators that grow ever more slowly.  Therefore the peaks of 5 s wind
 each third of its span.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

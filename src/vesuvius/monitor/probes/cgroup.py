@@ -3,8 +3,6 @@
 Also small files of /proc (`psutil.PROCFS_PATH`) and /sys, which may vanish at any time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

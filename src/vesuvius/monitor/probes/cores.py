@@ -1,7 +1,5 @@
 """Reads the cores that a process may use, throttling by CPU quotas, and limits on tasks."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterable

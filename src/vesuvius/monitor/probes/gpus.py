@@ -1,12 +1,10 @@
 """Reads NVIDIA GPUs through NVML, without subprocesses."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 from vesuvius.errors import one_line
 from vesuvius.threads import BoundedCall
@@ -86,7 +84,7 @@ class Gpus:
                 self.reason = None
         self._gpus = gpus
 
-    def __enter__(self) -> Gpus:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

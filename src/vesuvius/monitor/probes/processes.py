@@ -1,7 +1,5 @@
 """Samples the memory of a process tree: private memory of each process, and shared memory counted once."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

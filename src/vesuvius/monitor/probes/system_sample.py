@@ -1,7 +1,5 @@
 """Samples a run: its processes, cgroup, machine and GPUs."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Reads the trainer's GPU memory from torch's allocator, and the free memory of the device."""
 
-from __future__ import annotations
-
 import torch
 
 from vesuvius.accelerator import choose_device, memory_info, properties

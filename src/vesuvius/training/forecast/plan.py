@@ -4,8 +4,6 @@ GPU memory comes from tracing a step (`memory_plan.py`); host memory is computed
 empty processes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

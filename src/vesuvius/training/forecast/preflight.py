@@ -1,7 +1,5 @@
 """Checks before a run writes anything: `train` continues from here, `--dry-run` prints the results and stops."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

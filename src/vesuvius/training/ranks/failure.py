@@ -5,8 +5,6 @@ and in `destroy_process_group`.  So each rank, including the failed one, aborts 
 process if it hangs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """How a rank finds the others: by the variables of its environment and a store on rank 0."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -4,8 +4,6 @@ Tensors travel through torch.distributed (NCCL on GPUs, gloo on CPUs), small mes
 Every wait for a message ends: with the message, with the failure of a rank, or after `timeout_s`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

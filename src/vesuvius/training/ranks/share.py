@@ -1,7 +1,5 @@
 """A rank's share of the global batch."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Context managers that record and monitor a run, and its post-mortems."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

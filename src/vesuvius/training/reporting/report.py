@@ -3,8 +3,6 @@
 A non-finite step is recomputed at once, to find the first layer, samples and gradients that are not finite.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

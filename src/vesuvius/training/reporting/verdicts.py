@@ -1,7 +1,5 @@
 """Collects the figures of a window of steps for a verdict on the bottleneck (`monitor/verdict.py`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Runs are validated, sampled and published with the averages.  Their update count
 not applied leaves them unchanged without a sync.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

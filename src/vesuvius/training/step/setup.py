@@ -1,7 +1,5 @@
 """Device, kernels, autocast dtype and network of a step."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A preview is such a picture of generated patches next to real ones, made during training.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -3,8 +3,6 @@
 Model values throughout; float64 inside.  Pure.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -7,8 +7,6 @@ spectrum.  They count equally, so it reflects large structures as well as fine g
 Patches, timesteps and noise are the same at every step of every run on the same data, so curves are comparable.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Opens arrays in HDF5 and in N5, a folder of chunks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

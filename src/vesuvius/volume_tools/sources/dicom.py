@@ -3,8 +3,6 @@
 Slices are ordered by their positions in space, not by their names or numbers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Arrays in files, and the simplest of them: raw and npy."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -4,8 +4,6 @@ Volumes are written in the orientation of DICOM, LPS: x increases to the left of
 head.  Axes are permuted and reversed accordingly, so that files of one patient align, however each one is stored.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import math

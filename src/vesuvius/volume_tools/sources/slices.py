@@ -1,7 +1,5 @@
 """TIFF stacks, and folders of TIFF or PNG slices."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

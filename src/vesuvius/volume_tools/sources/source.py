@@ -1,7 +1,5 @@
 """Turns an array in files into a volume: finds its axes z, y and x, and selects an index along the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

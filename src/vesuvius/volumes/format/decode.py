@@ -6,8 +6,6 @@ guarantee neither: zarrs skips checksums when it reads part of a shard, and numc
 blosc frame.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

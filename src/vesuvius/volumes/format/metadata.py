@@ -3,8 +3,6 @@
 Converts spellings that zarr-python rejects, such as `>u1` for `|u1` or the transpose order "F".
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The format of a shard (zarr v3, sharding codec 1.0) and its index, which locates each chunk.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

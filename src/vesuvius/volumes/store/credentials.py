@@ -4,8 +4,6 @@ obstore handles keys in the environment and the service accounts of Google and A
 web identities, and the roles of containers and machines; without boto3, obstore handles all but the profiles.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import http.client

@@ -5,8 +5,6 @@ server.  Listings come from the Hub's own API, in pages of JSON (https://hugging
 cannot read.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Reads objects and byte ranges once: files below a folder, or objects below a URL (through obstore)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import stat
