@@ -21,20 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vesuvius import __version__
-from vesuvius.errors import (
-    EXIT_CONFIG,
-    EXIT_ERROR,
-    EXIT_GUARD,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_STOPPED,
-    ConfigError,
-    StorageError,
-    VesuviusError,
-    disk_remedy,
-    needs_extra,
-)
+from vesuvius import __version__, errors
 from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
 from vesuvius.runlog.redact import redact
 
@@ -80,13 +67,13 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         names = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
         say(f"usage: vesuvius <command> [options]\n\ncommands:\n{names}\n\n`vesuvius <command> --help` explains one")
-        return EXIT_OK if arguments else EXIT_CONFIG
+        return errors.EXIT_OK if arguments else errors.EXIT_CONFIG
     if arguments[0] == "--version":
         say(f"vesuvius {__version__}")
-        return EXIT_OK
+        return errors.EXIT_OK
     command, *rest = arguments
     if command not in COMMANDS:
-        raise ConfigError(f"unknown command {command!r}; `vesuvius --help` lists the commands")
+        raise errors.ConfigError(f"unknown command {command!r}; `vesuvius --help` lists the commands")
     shared = command in ("quarantine", "report")
     module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
     exit_code: int = getattr(module, command if shared else "main")(rest)
@@ -123,7 +110,8 @@ def end_soon(exit_code: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 silence(stream)  # otherwise Python tries again at exit and returns 120
-    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD) or (exit_code and "RANK" in os.environ):
+    stopped = exit_code in (errors.EXIT_STOPPED, errors.EXIT_INTERRUPTED, errors.EXIT_GUARD)
+    if stopped or (exit_code and "RANK" in os.environ):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()
 
@@ -136,19 +124,19 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         name = main.__name__ if main.__name__ != "main" else main.__module__.removeprefix("vesuvius.commands.")
         try:
-            with needs_extra(f"`vesuvius {' '.join(argv[:1]) if name == 'cli' else name}`"):
+            with errors.needs_extra(f"`vesuvius {' '.join(argv[:1]) if name == 'cli' else name}`"):
                 return main(argv)
         finally:
             say("", end="")  # flushes the output of argparse
-    except VesuviusError as error:
+    except errors.VesuviusError as error:
         log.error("%s", error)
         return error.exit_code
     except KeyboardInterrupt:
         log.error("interrupted")
-        return EXIT_INTERRUPTED
+        return errors.EXIT_INTERRUPTED
     except Exception as error:
         log.exception("Bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
-        return EXIT_ERROR
+        return errors.EXIT_ERROR
     finally:
         close_logs()
 
@@ -170,7 +158,9 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> bool:
         silence(sys.stdout)  # otherwise Python flushes it again at exit
         if lost:
             return False
-        raise StorageError(f"Cannot write the output: {error}; {disk_remedy(error)} or write it elsewhere") from error
+        raise errors.StorageError(
+            f"Cannot write the output: {error}; {errors.disk_remedy(error)} or write it elsewhere"
+        ) from error
     return True
 
 
@@ -202,7 +192,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and one line: the usage of many options would hide it."""
-        self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+        self.exit(errors.EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
 def add_config(parser: Parser, *, required: bool = True) -> None:

@@ -15,25 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from vesuvius.errors import NonFiniteError
-from vesuvius.generate.common import (
-    GenerateRequest,
-    Network,
-    base_record,
-    resolve_checkpoint,
-    run_directory,
-    translate_gpu_oom,
-)
-from vesuvius.generate.sample_zarr import (
-    CONDITIONS,
-    MONTAGE,
-    SAMPLES,
-    atomic_directory,
-    check_target,
-    record_samples,
-    sample_array,
-    to_intensities,
-    to_model_values,
-)
+from vesuvius.generate import common, sample_zarr
 from vesuvius.generate.volume.inputs import TrainingCondition
 from vesuvius.predict.progress import OnProgress, ProgressReporter
 from vesuvius.runlog.units import format_count, format_sizes
@@ -47,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SampleRequest(GenerateRequest):
+class SampleRequest(common.GenerateRequest):
     count: int  # samples to write, indices 0 ... count - 1
     out: Path | None  # directory to write; None = below the run's `samples/`
 
@@ -59,11 +41,15 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
     """
     started = time.monotonic()
     request = replace(request, batch_size=min(request.batch_size, request.count))
-    info = resolve_checkpoint(request)
+    info = common.resolve_checkpoint(request)
     request = replace(request, checkpoint=info.checkpoint)
     out = request.out or default_out(request, info)
-    check_target(out)
-    with StopRequest(None) as stop, atomic_directory(out) as staged, translate_gpu_oom(request.batch_size):
+    sample_zarr.check_target(out)
+    with (
+        StopRequest(None) as stop,
+        sample_zarr.atomic_directory(out) as staged,
+        common.translate_gpu_oom(request.batch_size),
+    ):
         evaluations = _generate_all(request, info, ProgressReporter(stop, on_progress), staged)
     shape, dtype = format_sizes(info.config.data.patch_size), info.data.volumes[request.volume_index].dtype.name
     seconds = time.monotonic() - started
@@ -76,7 +62,7 @@ def generate_samples(request: SampleRequest, on_progress: OnProgress = lambda wh
 def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: ProgressReporter, directory: Path) -> int:
     """Generate all samples batch by batch, into arrays and a picture.  Returns the network calls per sample."""
     config, every = info.config, range(request.count)
-    network = Network(request, request.count * config.diffusion.sampler_steps)
+    network = common.Network(request, request.count * config.diffusion.sampler_steps)
     volume, intensity = info.data.volumes[request.volume_index], info.data.intensities.volumes[request.volume_index]
     scale = Scale.of_patch(config.data.patch_size, volume.voxel_size_um)
     log.info(
@@ -92,13 +78,15 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
         progress.check()
 
     shape = (request.count, *config.data.patch_size)
-    samples = sample_array(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
+    samples = sample_zarr.sample_array(directory / sample_zarr.SAMPLES, shape, volume.dtype, volume.voxel_size_um)
     where = (config.data, info.data, request.volume_index, request.seed)
     with TrainingCondition(*where) if config.has_condition else nullcontext() as conditions:
         if conditions:
             size_um, unit, _ = conditions.space(volume.voxel_size_um)
             dtype = conditions.volume.dtype
-            condition_array = sample_array(directory / CONDITIONS, shape, dtype, size_um if unit else None)
+            condition_array = sample_zarr.sample_array(
+                directory / sample_zarr.CONDITIONS, shape, dtype, size_um if unit else None
+            )
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.patches(numbers) if conditions else None
@@ -111,32 +99,32 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
                     f"{network.denoiser.amp}, checkpoint {info.checkpoint}); try --amp off, --clip 1 or an "
                     "earlier checkpoint"
                 )
-            samples[rows] = to_intensities(x_0, intensity, volume.dtype)
+            samples[rows] = sample_zarr.to_intensities(x_0, intensity, volume.dtype)
             pictures, caption = [x_0], "{}"
             if conditions and stored is not None:
                 condition_array[rows] = stored
-                pictures = [to_model_values(stored, conditions.intensity), x_0]
+                pictures = [sample_zarr.to_model_values(stored, conditions.intensity), x_0]
                 caption = "{}: labels, sample" if config.data.class_values else "{}: condition, sample"
             for row_index, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                 row = np.hstack([orthogonal_slices(values[row_index], scale) for values in pictures])
                 cells.append(MontageCell(caption.format(number), row))
-        record = base_record(info, request) | {
+        record = common.base_record(info, request) | {
             "numbers": [*every],
             "noise": config.diffusion.noise,
             "evaluations_per_sample": evaluations,
             "checkpoint": str(info.checkpoint),
             "amp": network.denoiser.amp,
         }
-        record_samples(directory / SAMPLES, record)
+        sample_zarr.record_samples(directory / sample_zarr.SAMPLES, record)
         if conditions:
             place = {"condition": conditions.volume.name, "starts_zyx": [*map(conditions.start_zyx, every)]}
-            record_samples(directory / CONDITIONS, record | place)
+            sample_zarr.record_samples(directory / sample_zarr.CONDITIONS, record | place)
     more = f", first {MAX_IN_MONTAGE} of {request.count}" if request.count > MAX_IN_MONTAGE else ""
     title = (
         f"{config.name} step {info.step} ({request.weights}), {config.diffusion.sampler} "
         f"{config.diffusion.sampler_steps} steps, seed {request.seed}{more}; middle slices across z, y and x"
     )
-    draw_grid(cells, title, scale).save(directory / MONTAGE, format="PNG")
+    draw_grid(cells, title, scale).save(directory / sample_zarr.MONTAGE, format="PNG")
     return evaluations
 
 
@@ -151,4 +139,4 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     name += f"_{request.guide.name}" if request.guide else ""
     name += f"_volume{request.volume_index}" if request.volume_index != 0 else ""
     name += f"_{request.weights}" if request.weights != "ema" else ""
-    return run_directory(info.checkpoint) / "samples" / name
+    return common.run_directory(info.checkpoint) / "samples" / name

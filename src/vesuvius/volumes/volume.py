@@ -26,17 +26,10 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, broken_link, one_line
+from vesuvius.volumes import errors
 from vesuvius.volumes.affine import Floats, read_transform
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError, Staging
-from vesuvius.volumes.errors import (
-    ClosedError,
-    FetchError,
-    OutageError,
-    RefusedError,
-    ReplacedError,
-    UnreadableChunkError,
-)
 from vesuvius.volumes.format.decode import ChunkDecoder
 from vesuvius.volumes.format.metadata import Level, Node, find_array, no_zarr_error, open_array, pick_level, read_node
 from vesuvius.volumes.geometry import Axes, FloatTriple, Geometry, Names, contradictions, find_axes, space_of
@@ -259,14 +252,14 @@ class Volume:
                     return None
                 self.missing.mark_present(chunk)
                 return self.axes.slab(voxels, self._others)
-            except (DataError, ClosedError):
+            except (DataError, errors.ClosedError):
                 raise
             except CancelledError:
-                raise ClosedError(f"{self.source.display_address} was closed; open it again") from None
+                raise errors.ClosedError(f"{self.source.display_address} was closed; open it again") from None
             except Exception as error:  # codecs and stores may raise anything
                 if not tries_left:
-                    if isinstance(error.__cause__ or error, ReplacedError):
-                        raise RefusedError(
+                    if isinstance(error.__cause__ or error, errors.ReplacedError):
+                        raise errors.RefusedError(
                             f"{one_line(error, 400)}, {_TRIES} times in a row: {self.source.display_address} is being "
                             "written; wait until that is finished, or copy the volume to a disk"
                         ) from error
@@ -287,10 +280,10 @@ class Volume:
             self._nonfinite += int(np.count_nonzero(bad))
             voxels[bad] = self.nan_value
 
-    def _unreadable(self, box: Box, chunk: Triple, error: Exception) -> UnreadableChunkError:
-        kind = "" if isinstance(error, (FetchError, ShardIndexError)) else f"{type(error).__name__}: "
+    def _unreadable(self, box: Box, chunk: Triple, error: Exception) -> errors.UnreadableChunkError:
+        kind = "" if isinstance(error, (errors.FetchError, ShardIndexError)) else f"{type(error).__name__}: "
         damaged = self.grid.object_box(chunk) if isinstance(error, ShardIndexError) else self.grid.box_of(chunk)
-        return UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
+        return errors.UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
 
 
 def _started_ahead(futures: Iterable[tuple[Triple, Future[T]]]) -> Iterator[tuple[Triple, Callable[[], T]]]:
@@ -364,7 +357,7 @@ def _with_level(source: Source, root: Node, spec: ArrayConfig) -> ArrayConfig:
         try:
             size_um = _open_level(source, root, level, "air", "keep").voxel_size_um
         except DataError as error:
-            if isinstance(error, (OutageError, RefusedError)) or (level is levels[-1] and not sizes):
+            if isinstance(error, (errors.OutageError, errors.RefusedError)) or (level is levels[-1] and not sizes):
                 raise
             continue  # a level that was not copied
         sizes |= {} if size_um is None else {level.level: size_um}

@@ -16,18 +16,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vesuvius.config import ModelConfig, Triple
+from vesuvius.diffusion.network import layers
 from vesuvius.diffusion.network.boxes import Upsample, box_first, depth_to_space, space_to_depth
-from vesuvius.diffusion.network.layers import (
-    Attention,
-    NormSiLU,
-    ResidualBlock,
-    TimestepEmbedding,
-    ZeroConv3d,
-    memory_format_of,
-    project_timestep,
-    recomputed,
-    with_channels_last_strides,
-)
 from vesuvius.diffusion.network.regions import call_eager
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
@@ -85,7 +75,7 @@ class Execution:
         def apply(*parts: Tensor) -> Any:
             return self.call(_with_entry, block, entry, added, rows[block], self.recompute_norm, *parts)
 
-        return recomputed(apply, *parts) if level in self.checkpoint_levels else apply(*parts)
+        return layers.recomputed(apply, *parts) if level in self.checkpoint_levels else apply(*parts)
 
 
 def _with_entry(
@@ -129,15 +119,15 @@ class Trunk(nn.Module):
                 self.downsamples.append(_downsampling(c, self.strides_zyx[level - 1]))
                 skips.append(c)
             for _ in range(self.per_level):
-                self.down_blocks.append(ResidualBlock(c, level_channels, embedding))
+                self.down_blocks.append(layers.ResidualBlock(c, level_channels, embedding))
                 c = level_channels
                 skips.append(c)
-        self.middle_1 = ResidualBlock(c, c, embedding)
-        self.attention = Attention(c, heads) if heads else nn.Identity()
-        self.middle_2 = ResidualBlock(c, c, embedding)
+        self.middle_1 = layers.ResidualBlock(c, c, embedding)
+        self.attention = layers.Attention(c, heads) if heads else nn.Identity()
+        self.middle_2 = layers.ResidualBlock(c, c, embedding)
         for level in reversed(range(len(config.channels))):
             for _ in range(self.per_level + 1):
-                self.up_blocks.append(ResidualBlock(c + skips.pop(), config.channels[level], embedding))
+                self.up_blocks.append(layers.ResidualBlock(c + skips.pop(), config.channels[level], embedding))
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
@@ -182,10 +172,10 @@ class ContextEncoder(nn.Module):
         super().__init__()
         c, self.factor = config.channels[0], factor
         self.embed = nn.Conv3d(in_channels, c, config.stem_stride, config.stem_stride)
-        self.norms = nn.ModuleList(NormSiLU(c) for _ in config.channels)
+        self.norms = nn.ModuleList(layers.NormSiLU(c) for _ in config.channels)
         self.convs = nn.ModuleList(nn.Conv3d(c, c, 3, padding=1) for _ in config.channels)
         self.downsamples = nn.ModuleList(_downsampling(c, stride) for stride in config.level_strides_zyx)
-        self.outs = nn.ModuleList(ZeroConv3d(c, c, 1) for _ in config.channels)
+        self.outs = nn.ModuleList(layers.ZeroConv3d(c, c, 1) for _ in config.channels)
 
     def forward(self, window: Tensor, recompute: bool) -> Tensor:
         """[B, in_channels, Z, Y, X] -> [B, channels[0], z, y, x] after the strides of the stem."""
@@ -238,7 +228,7 @@ class UNet(nn.Module):
         in_channels -= self._window_channels
         full, first = config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
-        self.embed = TimestepEmbedding(4 * first)
+        self.embed = layers.TimestepEmbedding(4 * first)
         if (config.patch_embed_kernel or (1 if full else 3)) == 1:
             self.patch_embed = nn.Conv3d(full or in_channels, first, config.stem_stride, config.stem_stride)
         else:
@@ -246,11 +236,11 @@ class UNet(nn.Module):
         self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
-            self.full_down = ResidualBlock(full, full, 4 * first)
+            self.full_down = layers.ResidualBlock(full, full, 4 * first)
             self.upsample = Upsample(first, full, config.stem_stride)
-            self.full_up = ResidualBlock(full, full, 4 * first)
-        self.norm_out, self.identity = NormSiLU(full or first), nn.Identity()
-        self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
+            self.full_up = layers.ResidualBlock(full, full, 4 * first)
+        self.norm_out, self.identity = layers.NormSiLU(full or first), nn.Identity()
+        self.conv_out = layers.ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
         trunk = self.trunk
         blocks: list[Any] = [*trunk.down_blocks, trunk.middle_1, trunk.middle_2, *trunk.up_blocks]
         self._blocks = [self.full_down, *blocks, self.full_up] if full else blocks  # in the order in which they run
@@ -270,7 +260,7 @@ class UNet(nn.Module):
             window = self._in_memory_format_of_weights(x[:, -self._window_channels - 2 :])
             around, x = self.context(window, self.execution.recompute_norm), x[:, : -self._window_channels]
         x = self._in_memory_format_of_weights(x)
-        rows = project_timestep(self._blocks, self.embed(t), as_one=self.execution.call is not call_eager)
+        rows = layers.project_timestep(self._blocks, self.embed(t), as_one=self.execution.call is not call_eager)
         stride, full, run = self.config.stem_stride, self.config.full_res_channels, self.execution.run
         fine = run(0, self.full_down, rows, x, entry=self.full_in) if full else x
         boxes = fine if self.patch_embed.stride == stride else space_to_depth(fine, stride)
@@ -278,7 +268,7 @@ class UNet(nn.Module):
         h = self.trunk(h if around is None else h + around, rows)
         if full:
             h = run(0, self.full_up, rows, h, fine, entry=self.upsample, added=True)
-        out = recomputed(self._head, h) if self.execution.recompute_norm else self._head(h)
+        out = layers.recomputed(self._head, h) if self.execution.recompute_norm else self._head(h)
         return (out if full else depth_to_space(out, stride)).float()
 
     def _head(self, h: Tensor) -> Tensor:
@@ -291,9 +281,9 @@ class UNet(nn.Module):
 
         A tensor of one channel has both formats; its strides decide which one convolutions use.
         """
-        if memory_format_of(self.conv_out.weight) != torch.channels_last_3d:
+        if layers.memory_format_of(self.conv_out.weight) != torch.channels_last_3d:
             return x
-        return with_channels_last_strides(x.contiguous(memory_format=torch.channels_last_3d))
+        return layers.with_channels_last_strides(x.contiguous(memory_format=torch.channels_last_3d))
 
     def check_size(self, batch: int, size_zyx: Triple) -> None:
         """Raise ConfigError if the strides do not divide the size, or a tensor would reach 2^31 elements."""
@@ -331,7 +321,7 @@ def build_unet(
 @torch.no_grad()
 def _initialize(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> None:
     match module:
-        case ZeroConv3d():
+        case layers.ZeroConv3d():
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None
@@ -344,7 +334,7 @@ def _initialize(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> 
                 weight = box_first(weight, 1, stem_voxels)
             module.weight.copy_(weight)
             module.bias.zero_()
-        case NormSiLU() | nn.GroupNorm():
+        case layers.NormSiLU() | nn.GroupNorm():
             assert module.weight is not None
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)

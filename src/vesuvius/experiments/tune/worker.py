@@ -21,15 +21,7 @@ import torch
 from vesuvius.accelerator import synchronize
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import EXIT_STOPPED
-from vesuvius.experiments.steady import (
-    KERNEL_STEPS,
-    TrialLength,
-    Warmup,
-    cycle_of,
-    is_settled,
-    reader_limited_s,
-    reader_times,
-)  # fmt: skip
+from vesuvius.experiments import steady
 from vesuvius.experiments.tune.measurement import READER_KNOBS, Setting
 from vesuvius.monitor.clock import StepClock
 from vesuvius.monitor.probes.vram import process_peaks, read_vram
@@ -141,10 +133,10 @@ class TuneWorker:
             loop.periodic.run_all_now()
             self._sample_memory()
             self._rehearsal_bytes = max(self._ram_bytes - before, 0)
-            self._rehearsed, kernel_steps = True, KERNEL_STEPS
+            self._rehearsed, kernel_steps = True, steady.KERNEL_STEPS
         self._fill()
         batch = run.config.global_batch
-        warmup = Warmup.of(loop.job.plan, self._stream.options, run.config.training.accumulate_steps, batch)
+        warmup = steady.Warmup.of(loop.job.plan, self._stream.options, run.config.training.accumulate_steps, batch)
         began, step = time.monotonic(), run.progress.step
         # A trainer that is slower than its readers never drains what is ready.
         while (made := run.progress.step - step) < kernel_steps or (
@@ -203,10 +195,10 @@ class TuneWorker:
             synchronize(device)
             return time.monotonic() - began
 
-        steps(KERNEL_STEPS)
+        steps(steady.KERNEL_STEPS)
         piece = min(max(round(seconds / steps(1) / _PIECES), 1), _STEPS_MOST)
         took = [steps(piece) for _ in range(_PIECES)]
-        while len(took) < 4 * _PIECES and not is_settled(took):
+        while len(took) < 4 * _PIECES and not steady.is_settled(took):
             took.append(steps(piece))
         return {"samples": len(took) * piece * config.global_batch, "measured_s": math.fsum(took)}
 
@@ -225,8 +217,10 @@ class TuneWorker:
         self._loop.guard_actions.execute(self._loop.feed, self._loop.monitor, self._reporter.longest_step_s)
         self._sample_memory()
 
-    def _length(self, batch: int, seconds: float) -> TrialLength:
-        return TrialLength(batch, cycle_of(self._loop.job.plan, self._stream.options.num_processes), seconds)
+    def _length(self, batch: int, seconds: float) -> steady.TrialLength:
+        return steady.TrialLength(
+            batch, steady.cycle_of(self._loop.job.plan, self._stream.options.num_processes), seconds
+        )
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight."""
@@ -254,8 +248,8 @@ class TuneWorker:
         plan, now, workers = self._loop.job.plan, self._stream.reader_totals, self._stream.options.num_processes
         # The cold start of the readers counts only if nothing was read later.
         before = since if now.blocks - since.blocks >= plan.regions_per_task else self._before
-        reader_s, decode_s = reader_times(before, now, plan.patches_per_region) or (None, None)
-        measured_s = reader_limited_s(samples, took_s, reader_s, workers)
+        reader_s, decode_s = steady.reader_times(before, now, plan.patches_per_region) or (None, None)
+        measured_s = steady.reader_limited_s(samples, took_s, reader_s, workers)
         return {"samples": samples, "measured_s": measured_s, "reader_s": reader_s, "decode_s": decode_s}
 
     def _sample_memory(self) -> None:

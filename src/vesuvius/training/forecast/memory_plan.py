@@ -35,14 +35,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import GIB
 from vesuvius.training.ranks.share import RankShare
-from vesuvius.training.step.setup import (
-    AmpMode,
-    build_meta_network,
-    context_of,
-    execution,
-    resolve_amp,
-    uses_channels_last,
-)
+from vesuvius.training.step import setup
 from vesuvius.training.step.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -96,7 +89,7 @@ class MemoryPlan:
     """Memory and operations of one rank's training step."""
 
     batch: int  # patches per micro-batch
-    amp: AmpMode  # planned autocast dtype
+    amp: setup.AmpMode  # planned autocast dtype
     # operations of an optimizer step, forward and backward, over all micro-batches; a multiply-add is 2; recomputed
     # blocks count again
     flops_per_step: int
@@ -133,7 +126,7 @@ class MemoryPlan:
         return int((1 + _CPU_FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
 
-def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = None) -> MemoryPlan:
+def plan_memory(config: Config, batch: int | None = None, amp: setup.AmpMode | None = None) -> MemoryPlan:
     """Trace one training step of `config`, as computed eagerly: seconds for a new network, but no memory and no GPU.
 
     Args:
@@ -142,12 +135,12 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     Raises ConfigError: a tensor would reach 2^31 elements.
     """
     batch = batch or config.training.micro_batch
-    build_meta_network(config).check_size(batch, config.data.patch_size)
+    setup.build_meta_network(config).check_size(batch, config.data.patch_size)
     plan = traced_step(config, amp).plan(batch)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
 
 
-def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
+def largest_batch(config: Config, vram_bytes: int, amp: setup.AmpMode | None = None) -> int:
     """Largest micro-batch that fits `vram_bytes`, up to `LARGEST_PLANNED_BATCH`; 0 = not even one patch."""
     step = traced_step(config, amp)
     batches = range(1, min(max_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
@@ -166,19 +159,19 @@ def memory_saving_advice(config: Config) -> str:
     return f"{norms}add training.checkpoint_levels, or lower model.channels"
 
 
-def traced_step(config: Config, amp: AmpMode | None) -> TracedStep:
+def traced_step(config: Config, amp: setup.AmpMode | None) -> TracedStep:
     """Traced step for the settings that determine memory and operations, so that equal steps share a trace."""
     training, data, device = config.training, config.data, choose_device()
     planned_for = torch.device("cuda") if amp is None else device
     if amp is None:
-        amp = "bf16" if training.amp == "auto" and device.type == "cpu" else resolve_amp(training.amp, device)
+        amp = "bf16" if training.amp == "auto" and device.type == "cpu" else setup.resolve_amp(training.amp, device)
     training = TrainingConfig(
         amp=amp,
-        channels_last=uses_channels_last(training.model_copy(update={"amp": amp}), planned_for),
+        channels_last=setup.uses_channels_last(training.model_copy(update={"amp": amp}), planned_for),
         # DDP's gradient buckets stay allocated, like the gradients of accumulated micro-batches.
         accumulate_steps=min(training.accumulate_steps, 2) if training.ranks == 1 else 2,
         extra_ema_decays=tuple(0.1 / (n + 1) for n in range(len(training.extra_ema_decays))),  # as many
-        recompute_norm=execution(training).recompute_norm,
+        recompute_norm=setup.execution(training).recompute_norm,
         **{key: getattr(training, key) for key in _STEP_KEYS},
     )
     volume = VolumeConfig(
@@ -255,7 +248,7 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step after the first update: with moments, without gradients.  Call it under FakeTensorMode."""
-    network = _FakeUNet(config.model, config.input_channels, execution(config.training), context_of(config))
+    network = _FakeUNet(config.model, config.input_channels, setup.execution(config.training), setup.context_of(config))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:
@@ -328,7 +321,7 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self.history.append(self.live_bytes)
 
 
-def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
+def peak_flops_s(name: str, amp: setup.AmpMode, tf32: bool) -> float | None:
     """Dense peak of a GPU by its CUDA name; None if unknown.  `tf32`: float32 convolutions may use tensor cores."""
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
     if peaks is None:
@@ -345,7 +338,7 @@ def seconds_at_peak(config: Config, device: torch.device, share: RankShare) -> f
     """
     if device.type == "cpu":
         return None
-    name, amp = properties(device).name, resolve_amp(config.training.amp, device)
+    name, amp = properties(device).name, setup.resolve_amp(config.training.amp, device)
     peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
     if peak is None:
         log.info("mfu_pct is not reported: the peak of %s with amp %s is unknown", name, amp)

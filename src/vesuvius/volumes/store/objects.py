@@ -16,15 +16,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.redact import redact
-from vesuvius.volumes.errors import (
-    FetchError,
-    ProtocolError,
-    RefusedError,
-    is_outage,
-    is_protocol_error,
-    reason,
-    status_of,
-)
+from vesuvius.volumes import errors
 from vesuvius.volumes.store.credentials import authority, find_signing
 from vesuvius.volumes.store.hub import HubFolder
 
@@ -48,7 +40,7 @@ class ByteRange:
         """Raise FetchError if an object of `size` bytes, minus the reserved ones, ends before the range."""
         if self.stop is not None and self.stop > size - self.reserved:
             index = f", the last {self.reserved} of which are its index" if self.reserved else ""
-            raise FetchError(f"bytes {self.start} to {self.stop} are outside an object of {size}{index}")
+            raise errors.FetchError(f"bytes {self.start} to {self.stop} are outside an object of {size}{index}")
 
     def cut(self, data: bytes) -> bytes:
         """Cut the range out of the whole object.  Raises FetchError as `check`."""
@@ -94,12 +86,12 @@ class LocalFiles:
                 if part == self._root or part.is_dir():
                     break
                 if part.exists():
-                    raise FetchError(f"{part} is a file, not a folder") from None
+                    raise errors.FetchError(f"{part} is a file, not a folder") from None
                 if part.is_symlink():
-                    raise FetchError(f"{part} is a broken link") from None
+                    raise errors.FetchError(f"{part} is a broken link") from None
             raise FileNotFoundError(path) from None
         if not stat.S_ISREG(mode):
-            raise FetchError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}, not a file")
+            raise errors.FetchError(f"{path} is a {'folder' if stat.S_ISDIR(mode) else 'special file'}, not a file")
 
     def pages(self, prefix: str, after: str | None) -> Iterator[Iterable[str]]:
         """Keys of the files and folders below a prefix, in any order, always from the start; follows links to folders.
@@ -180,7 +172,7 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
     except (BaseError, ValueError) as error:
         variables = f" and the variables {_ENVIRONMENTS[scheme]}" if scheme in _ENVIRONMENTS else ""
         raise DataError(
-            f"Cannot open {display_address(address)}: {reason(error)}; check the address{variables}"
+            f"Cannot open {display_address(address)}: {errors.reason(error)}; check the address{variables}"
         ) from error
 
 
@@ -204,7 +196,7 @@ class RemoteStore:
         global _reading_pid
         _reading_pid = _reading_pid or os.getpid()
         if _reading_pid != os.getpid():
-            raise RefusedError(
+            raise errors.RefusedError(
                 f"Cannot read {self._name} in process {os.getpid()}: it was forked from process {_reading_pid}, which "
                 "has read from the network; start workers with multiprocessing_context='spawn' (or 'forkserver')"
             )
@@ -226,9 +218,9 @@ class RemoteStore:
         """
         try:
             return self._get(key, ByteRange(0, 1)).stamp
-        except (BaseError, ProtocolError) as error:
+        except (BaseError, errors.ProtocolError) as error:
             # An empty object has no first byte, and some servers do not support ranges.
-            if status_of(error) not in (400, 416, 501) and not is_protocol_error(error):
+            if errors.status_of(error) not in (400, 416, 501) and not errors.is_protocol_error(error):
                 raise
         return _stamp(obstore.get(self._store, key).meta)  # the body is not read
 
@@ -259,18 +251,19 @@ class RemoteStore:
                 answer = self._get(key, byte_range)
                 self._has_suffixes = True
                 return answer
-            except (BaseError, FileNotFoundError, ProtocolError) as error:
-                if self._has_suffixes or (status_of(error) is None and is_outage(error, remote=True)):
+            except (BaseError, FileNotFoundError, errors.ProtocolError) as error:
+                if self._has_suffixes or (errors.status_of(error) is None and errors.is_outage(error, remote=True)):
                     raise
                 refused = error
         size = self._get(key, ByteRange(0, 1)).size
         answer = self._get(key, ByteRange(max(size + byte_range.start, 0), size))
-        if refused is not None and not is_outage(refused, remote=True):  # after an outage, suffixes are tried again
+        # after an outage, suffixes are tried again
+        if refused is not None and not errors.is_outage(refused, remote=True):
             self._has_suffixes = False
             warn_once(
                 "%s does not support suffix ranges (%s): reading a shard index takes two requests",
                 self._name,
-                reason(refused),
+                errors.reason(refused),
             )
         return answer
 
@@ -282,12 +275,12 @@ class RemoteStore:
         try:
             found = obstore.get(self._store, key, options=options)
         except FileNotFoundError as error:
-            if status_of(error) == 405:  # obstore reports it as absent
+            if errors.status_of(error) == 405:  # obstore reports it as absent
                 raise GenericError(str(error)) from None
             raise
         data, (first, end) = bytes(found.bytes()), found.range
         if len(data) != end - first:
-            raise ProtocolError(f"{len(data)} bytes instead of the {end - first} in Content-Range")
+            raise errors.ProtocolError(f"{len(data)} bytes instead of the {end - first} in Content-Range")
         return Answer(data, found.meta["size"], _stamp(found.meta), lasting=bool(found.meta["e_tag"]))
 
 

@@ -25,18 +25,7 @@ from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, warn_once
 from vesuvius.runlog.units import format_duration, format_time
 from vesuvius.threads import Pool, renew_after_fork
-from vesuvius.volumes.errors import (
-    ClosedError,
-    Outage,
-    OutageError,
-    ProtocolError,
-    ReplacedError,
-    is_outage,
-    is_protocol_error,
-    reason,
-    refusal,
-    status_of,
-)
+from vesuvius.volumes import errors
 from vesuvius.volumes.store.cache import open_cache
 from vesuvius.volumes.store.objects import ByteRange, LocalFiles, RemoteStore, display_address, is_remote
 
@@ -95,13 +84,13 @@ class Source:
     def renew(self) -> None:
         """Make the locks anew in a forked child; the failing threads are not there."""
         self._lock = threading.Lock()
-        self._failing: dict[int, Outage] = {}  # by thread
+        self._failing: dict[int, errors.Outage] = {}  # by thread
         was_closed, self._closed = self._closed.is_set(), threading.Event()
         if was_closed:
             self._closed.set()
 
     @property
-    def outage(self) -> Outage | None:
+    def outage(self) -> errors.Outage | None:
         """The oldest read that is failing and being retried; None if there is none.  Thread-safe."""
         with self._lock:
             return min(self._failing.values(), key=lambda failing: failing.since, default=None)
@@ -143,7 +132,7 @@ class Source:
             if version in (None, answer.stamp):
                 break
         else:
-            raise ReplacedError(
+            raise errors.ReplacedError(
                 f"{key} was replaced between reads of its parts, or its server sends ETags or dates that do not depend "
                 "on the content"
             )
@@ -203,7 +192,7 @@ class Source:
 
     def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         if self._closed.is_set():
-            raise ClosedError(f"{self.display_address} was closed; open it again")
+            raise errors.ClosedError(f"{self.display_address} was closed; open it again")
         return self._pool.submit(function, *arguments)
 
     def rest(self) -> None:
@@ -247,13 +236,13 @@ class Source:
         what = f"the listing of {prefix or 'all keys'}"
         try:
             return self._run(what, read)
-        except (BaseError, OSError, ProtocolError) as error:
-            if status_of(error) in (None, 400) and not isinstance(error, OSError):
-                raise refusal(error, what, self.display_address, self.remote, self._signing) from error
+        except (BaseError, OSError, errors.ProtocolError) as error:
+            if errors.status_of(error) in (None, 400) and not isinstance(error, OSError):
+                raise errors.refusal(error, what, self.display_address, self.remote, self._signing) from error
             signing = f" ({self._signing})" if self._signing else ""
             raise DataError(
-                f"Cannot list the chunks of {self.display_address}: {reason(error)}{signing}; allow listing, or set "
-                "data.foreground.level to a coarser level"
+                f"Cannot list the chunks of {self.display_address}: {errors.reason(error)}{signing}; allow listing, or "
+                "set data.foreground.level to a coarser level"
             ) from error
 
     def _retried(self, key: str, read: Callable[[], T], probing: bool = False) -> T | None:
@@ -262,11 +251,11 @@ class Source:
             return self._run(key, read)
         except FileNotFoundError:
             return None
-        except (BaseError, OSError, ProtocolError) as error:
+        except (BaseError, OSError, errors.ProtocolError) as error:
             if isinstance(error, PermissionDeniedError) and (probing or self.config.forbidden_is_absent):
-                self.forbidden = f"{reason(error)} ({self._signing})" if self._signing else reason(error)
+                self.forbidden = f"{errors.reason(error)} ({self._signing})" if self._signing else errors.reason(error)
                 return None
-            raise refusal(error, key, self.display_address, self.remote, self._signing) from error
+            raise errors.refusal(error, key, self.display_address, self.remote, self._signing) from error
 
     def _run(self, key: str, read: Callable[[], T]) -> T:
         """Call `read`, and retry it during an outage; an answer that violates the protocol is retried once.
@@ -282,9 +271,9 @@ class Source:
                 self.count(requests=1)
                 try:
                     return read()
-                except (BaseError, OSError, ProtocolError) as error:
+                except (BaseError, OSError, errors.ProtocolError) as error:
                     now = time.monotonic()
-                    if is_protocol_error(error) and not broke_protocol:
+                    if errors.is_protocol_error(error) and not broke_protocol:
                         broke_protocol = True
                     elif not self._is_retryable(error):
                         raise
@@ -298,7 +287,7 @@ class Source:
                 self._closed.wait(random.uniform(0, pause_s))  # jitter, so that many readers do not retry in step
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             answered = False
-            raise ClosedError(f"{self.display_address} was closed; open it again")
+            raise errors.ClosedError(f"{self.display_address} was closed; open it again")
         finally:
             self._end(answered)
 
@@ -312,7 +301,7 @@ class Source:
         now, thread = time.time(), threading.get_ident()
         with self._lock:
             since = self._failing[thread].since if thread in self._failing else now
-            self._failing[thread] = Outage(since, reason(error), self.display_address)
+            self._failing[thread] = errors.Outage(since, errors.reason(error), self.display_address)
             oldest = min(self._failing.values(), key=lambda failing: failing.since)
             if now - oldest.since < _LOG_AFTER_S or now - self._logged < _LOG_EVERY_S:
                 return
@@ -333,14 +322,14 @@ class Source:
         if logged and answered:
             log.info("%s responds again after %s", self.display_address, format_duration(time.time() - ended.since))
 
-    def _outage_error(self, error: BaseException, tries: str) -> OutageError:
-        text = f"Cannot reach the store: {reason(error)} ({tries} in {self.display_address})"
+    def _outage_error(self, error: BaseException, tries: str) -> errors.OutageError:
+        text = f"Cannot reach the store: {errors.reason(error)} ({tries} in {self.display_address})"
         remedy = "check the address and the network"
         if self._patient:
             since = format_time(self._failing[threading.get_ident()].since)
             text += f", since {since}, and data.store.outage_minutes={self.config.outage_minutes:g}"
             remedy = "check the network and the server, then continue the run with --resume, or repeat the command"
-        return OutageError(f"{text}; {remedy}")
+        return errors.OutageError(f"{text}; {remedy}")
 
     def _is_retryable(self, error: BaseException) -> bool:
         """Whether an error is transient.  An I/O error of one file is not if the metadata are readable."""
@@ -349,4 +338,4 @@ class Source:
                 with suppress(OSError):
                     if (self._root / name).read_bytes():
                         return False
-        return is_outage(error, self.remote)
+        return errors.is_outage(error, self.remote)
