@@ -32,16 +32,9 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
 STOP_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-    signal.SIGALRM,
-    signal.SIGVTALRM,
-    signal.SIGPROF,
-    signal.SIGPWR,
-)
+    signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM, signal.SIGVTALRM,
+    signal.SIGPROF, signal.SIGPWR,
+)  # fmt: skip
 """Signals that end a process unless it handles them, and that schedulers send to all processes of a job."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

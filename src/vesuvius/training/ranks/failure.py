@@ -44,26 +44,15 @@ class RankLostError(RankError):
 
 # CUDA's messages (`cudaGetErrorString`) for a failing card or link, as opposed to a kernel, which would fail again.
 _FAILING_GPU = (
-    "uncorrectable ECC error",
-    "uncorrectable NVLink error",
-    "over nvlink or a hardware error",
-    "hardware stack error",
-    "unspecified launch failure",
-    "busy or unavailable",
-    "system not yet initialized",
-    "unknown error",
-)
+    "uncorrectable ECC error", "uncorrectable NVLink error", "over nvlink or a hardware error", "hardware stack error",
+    "unspecified launch failure", "busy or unavailable", "system not yet initialized", "unknown error",
+)  # fmt: skip
 _CONNECTION = ("gloo", "NCCL error", "NCCL communicator")
 # NCCL's messages for errors that recur.
 _RECURRING = (
-    "device-side assert",
-    "illegal memory access",
-    "misaligned address",
-    "invalid usage",
-    "invalid argument",
-    "Duplicate GPU",
-    "out of memory",
-)
+    "device-side assert", "illegal memory access", "misaligned address", "invalid usage", "invalid argument",
+    "Duplicate GPU", "out of memory",
+)  # fmt: skip
 
 
 def is_restartable(error: Exception) -> bool:
