@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -20,6 +22,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.plan.make_plan import make_plan
 from vesuvius.plan.order import _dealt
 from vesuvius.plan.plan import Plan, differences
+from vesuvius.stream.start.prepare import amplified_reads
 from vesuvius.volumes.occupancy import ForegroundMap
 
 SMALL = Layout((96, 128, 128), (8, 16, 16), (32, 32, 32), options={"patches_per_region": 4})
@@ -102,6 +105,7 @@ def test_region_size_follows_from_memory_and_patches_per_region_from_it() -> Non
         plan = plan_of(LAYOUTS["the largest scroll"]._replace(options={"stream_gib": gib}))
         held = plan.regions_in_flight * plan.region_voxels_max
         assert held <= gib * 2**30
+        assert plan.regions_in_flight == (32 if gib < 2 else 64)
         amplification.append(plan.read_amplification(0))
     assert amplification == sorted(amplification, reverse=True)
     assert amplification[0] > 1.5 * amplification[-1]
@@ -260,6 +264,20 @@ def test_up_to_64_ranks_read_each_region_once_by_default(name: str) -> None:
         assert plan.reads_per_region(world) == 1
 
 
+@pytest.mark.parametrize(("world", "gib"), [(3, 2.0), (7, 2.0), (48, 2.0), (128, 2.0), (64, 1.0)])
+def test_the_settings_named_for_other_numbers_of_ranks_read_regions_once_that_are_as_large(
+    world: int, gib: float
+) -> None:
+    layout = LAYOUTS["the largest scroll"]
+    plan = plan_of(layout._replace(options={"stream_gib": gib}))
+    (line,) = amplified_reads(plan, world)
+    assert f"by {plan.reads_per_region(world)} of {world} ranks" in line
+    named = {key: json.loads(value) for key, value in re.findall(r"data\.(\w+)=([\d.]+)", line)}
+    other = plan_of(layout._replace(options=named))
+    assert other.volumes[0].cells == plan.volumes[0].cells
+    assert amplified_reads(other, world) == []
+
+
 @pytest.mark.parametrize(("world", "reads"), [(1, 1), (3, 3), (8, 1), (24, 3), (48, 3), (64, 1), (128, 2), (65, 26)])
 def test_reads_per_region_and_regions_held_equal_a_count_over_slots(world: int, reads: int) -> None:
     """What `--dry-run`, the log and the memory plan say, with K = 26 and M = 64."""
@@ -311,7 +329,7 @@ def test_the_sample_sequence_is_pinned() -> None:
     plan = plan_of(SMALL)
     starts = [plan.sample(i).start_zyx for i in (0, 1, 2, 3, 100)]
     assert starts == [(64, 14, 73), (11, 96, 18), (8, 94, 91), (33, 80, 105), (36, 53, 56)]
-    assert plan.hash == "60899f7f77d7abd5"
+    assert plan.hash == "ea2f9c4f353569cb"
 
 
 def test_the_hash_changes_only_if_samples_do_and_differences_are_listed() -> None:
