@@ -43,7 +43,7 @@ def job(tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_trainer_has_the_resources_and_options_of_the_config(job: dict[str, Any]) -> None:
     """Of its own classes, whose arguments change between releases."""
     needs = {"CPU": 4.0, "GPU": 1.0}
-    asked: Any = ray_train.make_trainer(job["request"], 4, needs, Path("runs/.ray_train/tiny-1"))
+    asked: Any = ray_train.make_trainer(job["request"], 4, needs, Path("runs/.ray_train/tiny-1"), {})
     assert asked.scaling_config.num_workers == (2, 4)
     assert asked.scaling_config.use_gpu
     assert asked.scaling_config.resources_per_worker == needs

@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from tests.runs.test_ranks import relative, steps_of, wait_for_step
 from tests.support.kill_harness import Session, left_after, processes_with
+from tests.support.ray_nodes import ray_nodes
 from tests.support.runs import WriteConfig
 from vesuvius.stream.reading.reading_log import read_logs
 
@@ -32,9 +33,9 @@ import hashlib, json, os, sys
 from vesuvius.commands import train
 from vesuvius.launch import ray_train
 def record():
-    from vesuvius.stream.ray import blocks
+    from vesuvius.stream.ray import regions
     from vesuvius.stream.stream import PatchStream
-    blocks.TASKS_PER_SEGMENT, whole_next = 4, PatchStream.__next__
+    regions.TASKS_PER_SEGMENT, whole_next = 4, PatchStream.__next__
     def recording_next(stream):
         batch = whole_next(stream)
         with open(f"{sys.argv[-1]}.samples", "a") as file:
@@ -184,3 +185,29 @@ def test_readers_of_two_ranks_on_another_node_deliver_what_one_rank_gets(
     samples = samples_of(tmp_path / "name=two.samples", 4)
     assert len(samples) == 80
     assert samples == samples_of(tmp_path / "name=one.samples", 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_head_ends_the_run_which_resumes_on_another_cluster(
+    tiny_config: WriteConfig, tmp_path: Path, ranks: int
+) -> None:
+    training = {"epochs": 1000, "save_every": 5, "workers": 1, "ranks": ranks, "accumulate_steps": 1}
+    run = tmp_path / "runs/lost"
+    with ray_nodes(apart=True) as nodes:
+        nodes.add(cores=2 * ranks, store_mib=256)
+        config = tiny_config("lost", training=training, cluster={"address": nodes.address})
+        with Session(config, tmp_path) as session:
+            session.wait_for(" workers 1 ")
+            nodes.head.kill()
+            killed_s = session.age_s
+            assert session.end() == 1, session.text()
+            print(f"{ranks} ranks: ended {session.age_s - killed_s:.0f} s after the head")
+    # Ray's C++ core may end the process before the log names the head.
+    with ray_nodes() as nodes:
+        nodes.add(cores=2 * ranks, store_mib=256)
+        last = max(steps_of(run)) + 5
+        arguments = ("--resume", f"cluster.address={nodes.address}", f"training.max_steps={last}")
+        with Session(config, tmp_path, *arguments) as session:
+            assert session.end() == 0, session.text()
+    assert list(steps_of(run)) == list(range(1, last + 1))

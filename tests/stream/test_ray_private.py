@@ -26,6 +26,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from vesuvius.stream.ray import private
+from vesuvius.stream.reading.reading_log import ReaderWatch
 
 # isort: split
 import ray
@@ -88,8 +89,31 @@ def test_the_worker_table_reports_how_a_process_ended() -> None:
     ray.kill(actor)
 
 
-def test_object_stores_report_spilled_bytes() -> None:
-    assert private.spilled_bytes() >= 0
+def test_a_store_that_fills_is_reported_before_it_spills(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Real objects fill it by hundredths; then it spills, which is an event."""
+    spills: list[int] = []
+    watch = ReaderWatch(
+        *(tmp_path, lambda *_: None, lambda text, fields: spills.append(fields["spilled_bytes"])),
+        *(private.worker_exits, private.object_stores),
+    )
+    (store,) = private.object_stores()
+
+    def put(hundredths: int) -> list[Any]:
+        return [ray.put(np.ones(store.size_bytes // 100, np.uint8)) for _ in range(hundredths)]
+
+    try:
+        held = put(70)
+        time.sleep(1.5)  # three checks
+        assert caplog.text == ""
+        held += put(7)
+        until(lambda: "is nearly full" in caplog.text)
+        assert spills == []
+        assert "from 80 % on it spills to disk, which is slow; lower data.regions_in_flight" in caplog.text
+        held += put(40)
+        until(lambda: spills)
+    finally:
+        watch.close()
+    assert caplog.text.count("is nearly full") == 1
 
 
 class Rows:

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from vesuvius.runlog.logfile import close_logs, silence
 from vesuvius.runlog.records import Tail
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, readers_are_local, store_bytes
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, local_paths
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
@@ -66,17 +68,22 @@ def train_with_ray(request: Request) -> int:
         opened.callback(session.close)
         import ray  # after `stream.ray`, which sets Ray's environment
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        needs = check_room(config, nodes)
+        nodes = Nodes(local_paths(config.data))
+        if config.cluster.address is not None:
+            nodes.check()
+        alive = [node for node in ray.nodes() if node["Alive"] and nodes.can_work(node["NodeID"])]  # type: ignore[no-untyped-call]
+        needs = check_room(config, [node["Resources"] for node in alive])
         with storage_errors(f"the runs folder {folder}", "set VESUVIUS_RUNS to a writable folder"):
             folder.mkdir(parents=True, exist_ok=True)
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         stop = opened.enter_context(StopRequest(config.training.max_hours))
-        trainer = make_trainer(request, ranks, needs, folder)
-        return _wait(config, on_thread(trainer.fit, name="ray-train"), folder, stop)
+        trainer = make_trainer(request, ranks, needs, folder, nodes.options)
+        return _wait(config, on_thread(trainer.fit, name="ray-train"), folder, stop, HeadCheck())
 
 
-def make_trainer(request: Request, ranks: int, needs: dict[str, float], folder: Path) -> TorchTrainer:
+def make_trainer(
+    request: Request, ranks: int, needs: dict[str, float], folder: Path, placement: dict[str, Any]
+) -> TorchTrainer:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -96,6 +103,7 @@ def make_trainer(request: Request, ranks: int, needs: dict[str, float], folder: 
             use_gpu=on_gpu,
             resources_per_worker=needs,
             elastic_resize_monitor_interval_s=_GROW_EVERY_S,
+            **placement,
         ),
         run_config=RunConfig(
             name=config.name,
@@ -169,7 +177,13 @@ def _modified_ns(path: Path) -> int | None:
     return None
 
 
-def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) -> int:
+def _wait(
+    config: Config,
+    result: Future[Any],
+    folder: Path,
+    stop: StopRequest,
+    check_head: Callable[[], None] = lambda: None,
+) -> int:
     """Print the log of rank 0, forward a stop request, return its exit code.  Raises VesuviusError: no rank runs."""
     path, minutes, is_forwarded, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None
     heard_s = checked_s = time.monotonic()
@@ -179,6 +193,7 @@ def _wait(config: Config, result: Future[Any], folder: Path, stop: StopRequest) 
         with suppress(TimeoutError):
             result.exception(timeout=_POLL_S)
         _print_new(log_file)
+        check_head()
         if not is_forwarded and (asked := stop.pending()):
             with suppress(OSError):  # a full disk: retried in the next round
                 write_atomically(folder / _STOP, json.dumps(asked).encode())

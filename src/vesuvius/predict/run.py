@@ -45,6 +45,7 @@ from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.geometry import VOXELS
 from vesuvius.volumes.occupancy import chunk_occupancy
+from vesuvius.volumes.store.objects import is_remote
 
 KIND = "prediction"
 CHUNK = 128  # edge of the output's chunks
@@ -324,7 +325,12 @@ class Work:
 
         job = replace(job, device=self.device.type)
         gpus = int(self.device.type != "cpu")
-        return ray_workers(partial(open_runner, job), self.evaluations, gpus, self.request.cluster, progress.check)
+        inputs = [*job.arrays, *([job.mask] if job.mask else [])]
+        files = [each.path for each in inputs if not is_remote(each.path)]
+        files += [str(job.network)] if os.path.exists(job.network) else []
+        return ray_workers(
+            partial(open_runner, job), self.evaluations, gpus, self.request.cluster, progress.check, job.folder, files
+        )
 
 
 @contextmanager

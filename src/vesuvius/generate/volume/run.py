@@ -241,14 +241,18 @@ class _Volume:
             *(format_count(job.steps, "pass"), format_count(self.workers, "worker"), self._device.type),
         )
         # workers may run in another folder
-        absolute = replace(request, checkpoint=request.checkpoint.resolve())
+        guide = request.guide and request.guide.resolve()
+        absolute = replace(request, checkpoint=request.checkpoint.resolve(), guide=guide)
         open_runner = partial(_open_runner, job, folder.resolve(), absolute)
         if self.workers == 1 and request.cluster is None:
             return run_locally(open_runner)
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         gpus = int(self._device.type != "cpu")
-        return ray_workers(open_runner, self.workers, gpus, request.cluster, self.progress.check)
+        files = map(str, filter(None, (absolute.checkpoint, guide)))
+        return ray_workers(
+            open_runner, self.workers, gpus, request.cluster, self.progress.check, folder.resolve(), files
+        )
 
     def write_labels(self) -> None:
         """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""

@@ -22,7 +22,7 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray.data
-from ray._private.internal_api import get_memory_info_reply
+from ray._private.internal_api import node_stats
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.core.generated import common_pb2, gcs_pb2
 from ray.data import DataContext
@@ -30,6 +30,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
 
 from vesuvius.errors import one_line
+from vesuvius.stream.reading.reading_log import ObjectStore
 
 __all__ = ["ExecutionCallback"]
 
@@ -80,10 +81,16 @@ def reread_authentication() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def spilled_bytes() -> int:
-    """Total bytes that the cluster's object stores have spilled to disk.  Raises grpc.RpcError after five seconds."""
-    reply = get_memory_info_reply(ray._private.state.state, timeout_seconds=5)  # type: ignore[no-untyped-call]
-    return int(reply.store_stats.spilled_bytes_total)
+def object_stores() -> list[ObjectStore]:
+    """Return the object store of each node of the cluster.  Raises grpc.RpcError if a node does not answer."""
+    stores = []
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        if node["Alive"]:
+            reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)  # type: ignore[no-untyped-call]
+            stats, capacity = reply.store_stats, int(node["Resources"].get("object_store_memory", 0))
+            name = "{NodeManagerHostname} ({NodeID:.8})".format(**node)
+            stores.append(ObjectStore(name, stats.object_store_bytes_used, capacity, stats.spilled_bytes_total))
+    return stores
 
 
 def map_with_bounded_restarts(dataset: ray.data.Dataset, reader: type[Any], deaths: int, **settings: Any) -> Any:

@@ -1,226 +1,43 @@
-"""Regions read by Ray actors: a chain of ordered Ray Data executions.
-
-Ray Data's defaults are made for large blocks in any order; a comment on each setting says what goes wrong without it.
-"""
+"""Regions read by Ray actors: a chain of ordered executions, which starts again when nodes are lost or join."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import tempfile
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import pyarrow as pa
 import ray
-import ray.data
-from numcodecs import blosc
-from ray.data import ActorPoolStrategy, DataContext
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vesuvius.errors import DataError, VesuviusError, one_line
+from vesuvius.errors import DataError, VesuviusError
 from vesuvius.plan.plan import Task
-from vesuvius.stream.events import DEATHS_MAX
 from vesuvius.stream.options import (
-    READER_RING,
-    TASKS_IN_FLIGHT,
     TASKS_PER_SEGMENT,
     StreamOptions,
+    local_ranks,
     readers_are_local,
     store_peak_bytes,
+    store_prefetch_bytes,
 )
 from vesuvius.stream.ray import private
-from vesuvius.stream.reading.reader import Block, Reader, ReaderJob, Region, region_in
-from vesuvius.stream.reading.reading_log import ReaderWatch, node_name, remove_logs
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, check_object_stores, local_paths
+from vesuvius.stream.ray.segment import ReaderLostError, Segment
+from vesuvius.stream.reading.reader import Block, ReaderJob, Region, region_in
+from vesuvius.stream.reading.reading_log import ReaderWatch, remove_logs
 from vesuvius.threads import on_thread
 from vesuvius.volumes.errors import Outage
 
 log = logging.getLogger(__name__)
 
-# The next segment's readers start when the remaining tasks of this one last this long at the current pace, but not
-# later than this many tasks before its end.
-_OVERLAP_S = 15.0
-_OVERLAP_TASKS = 4
-_ROUND_S = 0.01
-_ROW = ("slots", "slots_ahead")
-# Ray Data's settings are global to the process: concurrent streams must not change each other's.
-_settings = threading.Lock()
-
-
-class ReaderLostError(DataError):
-    """A reader died, and Ray no longer restarts it."""
-
-
-class RayReader:
-    """The actor: a `Reader` with the interface that Ray Data expects."""
-
-    def __init__(self, job: list[Any]) -> None:
-        blosc.set_nthreads(1)  # threads in several reader processes would only contend
-        actor = ray.get_runtime_context().get_actor_id() or ""
-        node_name(private.unique_node_name())
-        self._reader = Reader(ray.get(job[0]), READER_RING, actor)
-
-    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
-        task, ahead = (tuple(row[name][0].tolist()) for name in _ROW)
-        for block in self._reader.blocks(task, ahead):
-            yield {"bytes": block[None]}  # one row: Ray takes seconds over a column of as many bytes
-
-
-def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
-    ahead = [*tasks[workers:], *[()] * workers]
-    return [
-        pa.table({name: pa.array([slots], pa.list_(pa.int64())) for name, slots in zip(_ROW, row, strict=True)})
-        for row in zip(tasks, ahead, strict=False)
-    ]
-
-
-class Segment:
-    """One Ray Data execution over a list of tasks.  Starts at once and fetches its first block on its own thread."""
-
-    def __init__(self, job: ReaderJob, job_ref: Any, tasks: list[Task], options: StreamOptions) -> None:
-        workers, local = options.num_processes, readers_are_local(options.cluster, job.world_size)
-        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Number of blocks up to the end of each task; the first and the last task may be short.
-        self._ends = list(itertools.accumulate(len(task) for task in tasks))
-        self._blocks = 0
-        self._began: float | None = None
-        self._handle: type[_Pace] = type("_Pace", (_Pace,), {})  # Ray Data takes classes, not objects
-        with _settings, DataContext.current(_context(job, store_peak_bytes(job, options), self._handle)):
-            dataset = private.map_with_bounded_restarts(
-                ray.data.from_blocks(_rows(tasks, workers)),
-                RayReader,
-                DEATHS_MAX,
-                fn_constructor_args=([job_ref],),
-                batch_size=1,
-                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
-                num_cpus=0 if local else 1,  # the rank has reserved the cores of its local readers
-                # DEFAULT prefers nodes without GPUs that have a free core.
-                scheduling_strategy=this_node if local else "DEFAULT",
-            )
-        # Prefetches one task to this machine.
-        batches = dataset.iter_batches(
-            batch_size=None, batch_format="numpy", prefetch_batches=job.plan.regions_per_task
-        )
-        self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
-        self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once delivered
-
-    @property
-    def tasks_left(self) -> int:
-        """Number of tasks whose blocks have not all been delivered."""
-        return len(self._ends) - bisect_right(self._ends, self._blocks)
-
-    def ends_soon(self) -> bool:
-        now = time.monotonic()
-        self._began = self._began or now
-        tasks_done = len(self._ends) - self.tasks_left
-        tasks_in_overlap = _OVERLAP_S * tasks_done / max(now - self._began, 1.0)
-        return self.tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self._ends) / 2)
-
-    def next_block(self) -> Block | None:
-        """Return the next block, or None at the end.  Raises the reader's error."""
-        try:
-            if self._first is not None:
-                block = self._first.result()
-                self._first = None
-            else:
-                block = self._next()
-            self._blocks += 1
-            return block
-        except Exception as error:
-            raise _reader_error(error) from None
-
-    def _next(self) -> Block | None:
-        return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
-
-    def interrupt(self) -> None:
-        """End the execution; a waiting `next_block` raises an error or returns None."""
-        self._handle.closed = True
-        while self._handle.executor is None and (first := self._first) is not None and not first.done():
-            wait([first], timeout=0.05)  # until the execution has started
-        if self._handle.executor is not None:
-            private.end_execution(self._handle.executor)
-
-    def close(self) -> None:
-        """End the execution and wait for its threads, which would restart Ray or crash after its shutdown."""
-        self.interrupt()
-        if (first := self._first) is not None:
-            wait([first])
-        with suppress(ValueError):  # another thread still waits in it, for a network that does not answer
-            self._iterator.close()
-
-
-class _Pace(private.ExecutionCallback):
-    """A segment's handle on its execution: limits Ray Data's scheduling loop to one round per 10 ms.
-
-    If the trainer is slower than the readers, the loop spins: it takes a full core and the GIL from the trainer (on two
-    cores, steps took 1.4 s instead of 0.2 s).  A round delivers everything that the budget allows, so pacing costs no
-    throughput; docs/performance.md has the figures.
-    """
-
-    executor: ClassVar[Any] = None
-    closed: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def before_execution_starts(self, executor: object) -> None:
-        type(self).executor = executor
-        if self.closed:
-            raise RuntimeError("The stream was closed before its execution started")
-
-    def on_execution_step(self, executor: object) -> None:
-        time.sleep(max(_ROUND_S - (time.monotonic() - self._last), 0))
-        self._last = time.monotonic()
-
-
-def _context(job: ReaderJob, store_bytes: int, handle: type[_Pace]) -> DataContext:
-    """Return Ray Data's settings for an ordered stream of blocks.  `handle` receives the executor when it starts."""
-    context = DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    private.hide_progress_warning()
-    context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
-        object_store_memory=store_bytes
-    )
-    private.set_blocks_ahead(context, job.plan.regions_per_task + 1)
-    # Keeps the blocks that readers yield: the default merges or splits them, which copies.
-    context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
-    # A trainer that validates or waits in a debugger is not a stalled pipeline.
-    context.execution_no_progress_timeout_s = -1
-    context.max_errored_blocks = 0
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, handle]
-    return context
-
-
-def _reader_error(error: BaseException) -> VesuviusError:
-    """Turn Ray's nested error into one line; the reader's own message if there is one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, RayTaskError):  # also an instance of the reader's error, but its message is a traceback
-            cause = cause.cause
-            continue
-        if isinstance(cause, VesuviusError):
-            return type(cause)(str(cause).splitlines()[0])  # Ray appends its own advice in further lines
-        cause = cause.__cause__
-    if isinstance(error, RayActorError):
-        return ReaderLostError(
-            f"A worker died after {DEATHS_MAX} restarts and is not restarted again: {one_line(error)}; see the log for "
-            "the chunk that it read"
-        )
-    return VesuviusError(
-        f"{'A worker' if isinstance(error, RayError) else 'The stream'} failed: {type(error).__name__}: "
-        f"{one_line(error)}; run with training.workers=0 for the full traceback"
-    )
-
-
+_STALL_S = 15.0  # without a block, after a node was lost
+_NOTICE_S = 30.0  # Ray takes up to ten seconds to notice that a node is gone
 _END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
 
 
@@ -246,13 +63,33 @@ class RayRegions(Iterator[Region]):
         self._job = job = replace(job, reading_log_dir=str(log_dir))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._options = options
+        elsewhere = options.cluster.address is not None and not readers_are_local(options.cluster, job.world_size)
+        self._nodes = Nodes(local_paths(job.data)) if elsewhere else None
+        if options.cluster.address is not None:
+            ahead, readers = store_prefetch_bytes(job, options), options.num_processes
+            need = 5 * (store_peak_bytes(job, options) + ahead) // 4  # as `store_bytes`, which is also Ray's minimum
+            elsewhere_bytes = 5 * ahead // (2 * readers)
+            check_object_stores(local_ranks() * need, readers * job.world_size if elsewhere else 0, elsewhere_bytes)
         self._tasks = iter(tasks)
         self._segments: list[Segment] = []  # the current one and, if it has started, the next one
-        self._failure: DataError | None = None
+        self._failure: VesuviusError | None = None
         self._interrupted = False
         self._hangs = False
+        self._nodes_changed, self._closed = threading.Event(), threading.Event()
+        self._waits_since = math.inf  # for the next block
+        self._running_on: set[str] = set()  # ids of the nodes when the segments started
+        self._num_readers = options.num_processes  # that fit on them
         self._on_death = on_death
-        self._watch = ReaderWatch(log_dir, self._worker_died, on_spill, private.worker_exits, private.spilled_bytes)
+        self._watch = ReaderWatch(
+            log_dir,
+            self._worker_died,
+            on_spill,
+            private.worker_exits,
+            private.object_stores,
+            self._check_nodes,
+        )
+        # A thread of its own: calls about the cluster wait for a head that is gone until Ray ends this process.
+        on_thread(self._watch_head, HeadCheck(), name="ray-head")
         self._start_segment()
 
     @property
@@ -282,14 +119,65 @@ class RayRegions(Iterator[Region]):
     def _next(self) -> Block:
         while self._segments:
             segment = self._segments[0]
-            block = segment.next_block()
+            self._waits_since = time.monotonic()
+            try:
+                block = segment.next_block()
+            except VesuviusError as error:
+                if not self._is_of_nodes(error):
+                    raise
+                block = None
             if block is not None:
                 if len(self._segments) == 1 and segment.ends_soon():
                     self._start_segment()
+                self._waits_since = math.inf
                 return block
+            if self._nodes_changed.is_set():
+                self._start_again()
+                continue
             segment.close()
             self._segments = self._segments[1:]
         raise StopIteration
+
+    def _is_of_nodes(self, error: VesuviusError) -> bool:
+        """Whether Ray, not a reader, failed, and nodes were lost or joined, which its table says seconds later."""
+        is_of_ray = isinstance(error, ReaderLostError) or type(error) is VesuviusError
+        if self._nodes is None or self._interrupted or not is_of_ray:
+            return False
+        deadline, self._waits_since = time.monotonic() + _NOTICE_S, 0.0
+        while not self._nodes_changed.wait(0.2):
+            if self._interrupted or self._failure is not None or time.monotonic() > deadline:
+                return False
+        return True
+
+    def _check_nodes(self) -> None:
+        """Interrupt the executions if they wait since nodes were lost or joined, or if readers need one that joined.
+
+        Ray restarts the readers of a lost node where there is room, which may be on a node that cannot work; without
+        room it would wait for it, reading nothing.
+        """
+        if self._nodes is None or self._nodes_changed.is_set() or not self._running_on:
+            return
+        alive = {each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU")}  # type: ignore[no-untyped-call]
+        lost, joined = self._running_on - alive, alive - self._running_on
+        stalled = time.monotonic() - self._waits_since > _STALL_S
+        if ((lost or joined) and stalled) or (joined and self._num_readers < self._options.num_processes):
+            text = f"{len(lost)} lost, {len(joined)} new; the workers start again on {len(alive)} nodes"
+            log.warning("Nodes of the Ray cluster: %s, from the next region on", text)
+            self._nodes_changed.set()
+            for segment in tuple(self._segments):
+                segment.interrupt()
+
+    def _start_again(self) -> None:
+        """Read the rest with readers on the nodes that there are now."""
+        if self._interrupted:
+            raise StopIteration
+        segments, self._segments = self._segments, []
+        self._tasks = itertools.chain(*[segment.rest() for segment in segments], self._tasks)
+        for segment in segments:
+            segment.close()
+        self._running_on = set()
+        self._nodes_changed.clear()
+        self._start_segment()
 
     def interrupt(self) -> None:
         """End the executions within seconds.  Call it on another thread than the one that waits for a block."""
@@ -297,6 +185,7 @@ class RayRegions(Iterator[Region]):
 
     def close(self) -> None:
         """End the executions and their actors within seconds."""
+        self._closed.set()
         self._end(self._close)
         self._segments = []
         self._temporary.cleanup()
@@ -329,9 +218,27 @@ class RayRegions(Iterator[Region]):
         if self._failure is not None:
             self._interrupt()
 
+    def _watch_head(self, check: HeadCheck) -> None:
+        while not self._closed.wait(1.0):
+            try:
+                check()
+            except VesuviusError as error:
+                log.error("%s", error)  # now: Ray may end this process before the executions have ended
+                self._failure = self._failure or error
+                self._interrupt()
+                return
+
     def _start_segment(self) -> None:
         if tasks := list(itertools.islice(self._tasks, TASKS_PER_SEGMENT)):
-            segment = Segment(self._job, self._job_ref, tasks, self._options)
+            placement: dict[str, Any] = {}
+            if self._nodes is not None:
+                wanted, minutes = self._options.num_processes, self._options.cluster.rank_timeout_minutes
+                ranks, stopped = self._job.world_size, lambda: self._interrupted
+                self._num_readers = self._nodes.room(wanted, ranks, minutes, stopped)
+                placement = self._nodes.options
+                self._running_on |= self._nodes.alive.keys()
+            options = replace(self._options, num_workers=self._num_readers)
+            segment = Segment(self._job, self._job_ref, tasks, options, placement)
             self._segments.append(segment)
-            if self._interrupted:  # while the segment was created
+            if self._interrupted or self._nodes_changed.is_set():  # while the segment was created
                 segment.interrupt()

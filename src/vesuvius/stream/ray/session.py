@@ -172,6 +172,8 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
 
 
 def _start_error(address: str | None, cause: str) -> ConfigError:
+    if address is not None and "Version mismatch" in cause:
+        return ConfigError(f"Cannot use the Ray cluster at {address}: {cause}; install the same versions on all nodes")
     if address is not None:
         return ConfigError(
             f"Cannot connect to the Ray cluster at cluster.address={address}: {cause}; this process used "

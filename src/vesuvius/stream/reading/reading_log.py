@@ -39,6 +39,11 @@ _EVERY_S = 0.5
 _JOIN_S = 3.0
 _LAG_S = 1.0  # of Ray's table of processes
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0  # shorter outages end with the next retry
+_NEARLY_FULL = 0.75  # Ray spills from 0.8 on
+STORE_REMEDY = (
+    "lower data.regions_in_flight or training.workers, or give the nodes of a cluster more (`ray start "
+    "--object-store-memory=BYTES`)"
+)
 
 Callback = Callable[[str, dict[str, Any]], Any]
 """Takes a log line and its data."""
@@ -177,18 +182,36 @@ def remove_logs(folder: Path, *, crashes: bool) -> None:
             each.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class ObjectStore:
+    """The object store of a node of Ray: shared memory, then the disk (`spilled_bytes`, in total since its start)."""
+
+    node: str
+    used_bytes: int
+    size_bytes: int
+    spilled_bytes: int
+
+
 class ReaderWatch:
-    """Checks the readers' logs in a folder, and what Ray spills, twice a second on its own thread.
+    """Checks the readers' logs in a folder, and Ray's object stores, twice a second on its own thread.
 
     `on_death` is called for each reader that died, on any thread; `on_spill` after Ray spilled objects to disk.
-    `exits_of` and `spilled_bytes` are Ray's: `private.worker_exits` and `private.spilled_bytes`.
+    `exits_of` and `stores_of` are Ray's: `private.worker_exits` and `private.object_stores`;
+    `check_nodes` is called each time.
     """
 
     def __init__(
-        self, log_dir: Path, on_death: Callback, on_spill: Callback, exits_of: Exits, spilled_bytes: Callable[[], int]
+        self,
+        log_dir: Path,
+        on_death: Callback,
+        on_spill: Callback,
+        exits_of: Exits,
+        stores_of: Callable[[], list[ObjectStore]],
+        check_nodes: Callable[[], None] = lambda: None,
     ) -> None:
         self._log_dir, self._on_death, self._on_spill = log_dir, on_death, on_spill
-        self._exits_of, self._spilled_bytes_of_ray = exits_of, spilled_bytes
+        self._exits_of, self._stores_of, self._check_nodes = exits_of, stores_of, check_nodes
+        self._full: set[str] = set()  # nodes with a store that was reported as nearly full
         self._known = {(each.actor, each.pid) for each in read_logs(log_dir)}  # from earlier sessions, or reported
         self._lock = threading.Lock()
         self._spilled_bytes: int | None = None
@@ -227,7 +250,8 @@ class ReaderWatch:
                 self.report_crashes()
                 self.outages = [each.outage for each in remove_ended_logs(self._log_dir) if each.outage]
                 self._log_outages(time.time())
-                self._check_spills()
+                self._check_nodes()
+                self._check_stores()
                 failing = False
             except Exception as error:  # a failing watch must not end the run
                 if not failing and not self._stop.is_set():
@@ -245,13 +269,21 @@ class ReaderWatch:
             del self._logged[address]
             log.info("%s responds again", address)
 
-    def _check_spills(self) -> None:
-        """Report bytes spilled since the last check; those before the first one do not count."""
-        before, self._spilled_bytes = self._spilled_bytes, self._spilled_bytes_of_ray()
+    def _check_stores(self) -> None:
+        """Report stores that are nearly full, and bytes spilled since the last check; those before do not count."""
+        stores = self._stores_of()
+        for store in stores:
+            if store.used_bytes > _NEARLY_FULL * store.size_bytes and store.node not in self._full:
+                self._full.add(store.node)
+                log.warning(
+                    "Ray's object store on node %s is nearly full (%.2f of %.2f GiB); from 80 %% on it spills to disk, "
+                    "which is slow; %s",
+                    *(store.node, store.used_bytes / 2**30, store.size_bytes / 2**30, STORE_REMEDY),
+                )
+        before, self._spilled_bytes = self._spilled_bytes, sum(store.spilled_bytes for store in stores)
         if before is not None and (spilled := self._spilled_bytes - before) > 0:
             self._on_spill(
-                f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; lower "
-                "data.regions_in_flight or training.workers",
+                f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; {STORE_REMEDY}",
                 {"spilled_bytes": spilled},
             )
 
