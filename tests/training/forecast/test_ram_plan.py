@@ -23,7 +23,14 @@ from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast import plan as plan_module
 from vesuvius.training.forecast import start_log
 from vesuvius.training.forecast.memory_plan import plan_memory
-from vesuvius.training.forecast.plan import RunPlan, checkpoint_sizes, first_pass_samples, plan_resident, plan_run
+from vesuvius.training.forecast.plan import (
+    RunPlan,
+    checkpoint_sizes,
+    first_pass_samples,
+    plan_resident,
+    plan_run,
+    reading_bytes,
+)
 from vesuvius.training.step.setup import build_meta_network, parameter_count
 from vesuvius.volumes.box import shape_of
 
@@ -80,6 +87,15 @@ def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_fl
     regions = (data.plan.regions_in_flight + 1) * data.job.block_bytes
     assert of(plan, "trainer") - of(planned("training.workers=1")[2], "trainer") >= regions
     assert "workers" not in plan.lines()[0]
+
+
+def test_each_rank_holds_its_share_of_the_regions_in_flight(tiny_config: WriteConfig) -> None:
+    """Also if the data were opened for one rank, as by the tuner."""
+    config = read_config(tiny_config())
+    data = prepare_data(config.seed, config.data)
+    one, many = (reading_bytes(config.with_training(ranks=n), data, cores=64)["trainer"] for n in (1, 64))
+    # Of 64 regions each of 64 ranks holds one; 16 threads, or one, read two each ahead.
+    assert one - many == (64 + 32 - (1 + 2)) * data.job.block_bytes
 
 
 @pytest.mark.usefixtures("some_network")

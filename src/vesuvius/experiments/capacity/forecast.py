@@ -55,7 +55,7 @@ def forecast(
     regions = len(plan.mixing.slots(0, read)) * reads
     waiting = (wait or 0.0) / max(1 - (wait or 0.0), 1e-9) * read / config.global_batch  # in steps
     hours = step_s * (steps + waiting) / 3600 if step_s else None
-    memory = reading_bytes(config.with_training(ranks=node.ranks), data, machines.cores)
+    memory = reading_bytes(config, data, machines.cores, node.ranks)
     fetched = regions * mean.fetched_bytes or None
     bought = {
         "gpu_hour": hours and hours * gpus,

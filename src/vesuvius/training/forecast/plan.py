@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -284,13 +284,17 @@ def num_local_ranks(config: Config) -> int:
     return max(torch.accelerator.device_count(), 1) if ranks == "auto" else ranks
 
 
-def reading_bytes(config: Config, data: PreparedData, cores: int | None = None) -> dict[str, int]:
+def reading_bytes(
+    config: Config, data: PreparedData, cores: int | None = None, here: int | None = None
+) -> dict[str, int]:
     """Memory of a rank's readers, object store and Ray; with `workers: 0` of the trainer, which reads itself.
 
-    `cores` are those of the machine; None = this one.
+    `cores` are those of the machine (None = this one), `here` its ranks (None = as configured).
     """
-    job, workers = data.job, config.training.workers
-    threads, cores = auto_threads(num_local_ranks(config), cores), cores or os.cpu_count() or 1
+    workers, here = config.training.workers, here or num_local_ranks(config)
+    ranks = here if config.training.ranks == "auto" else config.training.ranks
+    job = replace(data.job, rank=0, world_size=ranks)  # the data may have been opened for one rank
+    threads, cores = auto_threads(here, cores), cores or os.cpu_count() or 1
     arrays = (*data.volumes, *data.conditions)
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
     covered = [math.prod(data.array(number, 1)[1].factors) for number in range(len(data.conditions))]
