@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.metadata
 import math
 import os
@@ -264,10 +262,6 @@ def check_versions() -> Finding:
     if (version := installed_version("vesuvius")) is not None:  # they overwrite each other
         value = f"the distribution 'vesuvius' {version} is installed as well and uses the same import name"
         return Finding("fail", value, "uninstall it and reinstall this one, or use a fresh virtual environment")
-    if changed := _changed_files():
-        value = f"{format_count(len(changed), 'file')} of {DISTRIBUTION} changed since its installation: "
-        value += ", ".join(changed[:3])
-        return Finding("fail", value, f"pip install --force-reinstall --no-deps {DISTRIBUTION} in a fresh environment")
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:
@@ -284,20 +278,6 @@ def check_versions() -> Finding:
         return Finding("fail", value, f"pip install {' '.join(want for _, want in wrong)}")
     shown = ", ".join(f"{name} {installed_version(name) or 'missing'}" for name in _SHOWN)
     return Finding("ok", f"Python {platform.python_version()}, {shown}")
-
-
-def _changed_files() -> list[str]:
-    """Modules that differ from those of the installed wheel; an editable install lists none."""
-    changed = []
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for file in importlib.metadata.files(DISTRIBUTION) or ():
-            if file.suffix == ".py" and file.hash is not None:
-                path = Path(str(file.locate()))
-                data = path.read_bytes() if path.is_file() else b""
-                digest = base64.urlsafe_b64encode(hashlib.new(file.hash.mode, data).digest()).rstrip(b"=")
-                if digest.decode() != file.hash.value:
-                    changed.append(str(file))
-    return changed
 
 
 def check_cores(workers: int | None, ranks: int = 1) -> Finding:

@@ -54,6 +54,9 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
 ) -> None:
     checkpoint = find_checkpoint(two_steps / "tiny")
     theirs, ours = read_checkpoint_info(checkpoint), read_checkpoint_info(find_checkpoint(model))
+    named = tmp_path / "model.safetensors"  # as the weights of a checkpoint
+    named.write_bytes(model.read_bytes())
+    assert find_checkpoint(named) == named
     assert (ours.step, ours.config, ours.checkpoint) == (theirs.step, theirs.config, model)
     one, two = ours.data.state_dict(), theirs.data.state_dict()
     assert [volume.pop("name") for volume in one["volumes"]] == ["volume.zarr"], "without the folder"
@@ -123,6 +126,7 @@ def short_outages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_STORE", StoreConfig(outage_minutes=0.02))
 
 
+LONG_NUMBER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,' + b"9" * 5000 + b"]}}"
 HTML = b"<!doctype html><html><title>Sign in</title></html>" * 9
 
 
@@ -137,11 +141,12 @@ HTML = b"<!doctype html><html><title>Sign in</title></html>" * 9
         (lambda asked, data: served(pickle.dumps(Path("x")), asked), ConfigError, "is not a .safetensors file"),
         (lambda asked, data: served(data[:-100], asked), ConfigError, "is incomplete"),
         (lambda asked, data: served(b"12345", asked), ConfigError, "is incomplete"),
+        (lambda asked, data: served(b"\xbd\x13" + bytes(6) + LONG_NUMBER, asked), StorageError, "Cannot read"),
         (lambda asked, data: sized("503 Busy", b""), DataError, "Cannot reach the store"),
         (lambda asked, data: served(data, asked)[:-1], DataError, "Cannot reach the store"),
         (lambda asked, data: served(data.replace(b"__meta", b"__metA"), asked), StorageError, "Cannot read"),
     ],
-    ids=["404", "403", "401", "HTML", "HTML sent whole", "pickle", "short", "5 bytes", "503", "cut body", "header"],
+    ids=["404", "403", "401", "HTML", "whole", "pickle", "short", "5 bytes", "digits", "503", "cut body", "header"],
 )  # fmt: skip
 def test_whatever_is_not_the_whole_model_is_refused_and_leaves_no_file(
     reply: Any, error: type[Exception], words: str, model: Path, cache_home: Path
@@ -192,12 +197,11 @@ def test_a_model_that_is_replaced_while_it_is_fetched_is_no_mixture(
     assert cached(cache_home) == []
 
 
-def test_an_interrupted_download_continues_after_a_short_outage_and_leftovers_go(
+def test_an_interrupted_download_continues_after_a_short_outage(
     model: Path, monkeypatch: pytest.MonkeyPatch, cache_home: Path
 ) -> None:
     monkeypatch.setattr(download, "_PART_BYTES", 5000)
     monkeypatch.setattr(download, "_STORE", StoreConfig(outage_minutes=1))
-    monkeypatch.setattr(download, "_LEFTOVER_S", -60.0)
     failures, data = [3, 4, 6], model.read_bytes()
     calls: list[Asked] = []
 
@@ -208,13 +212,9 @@ def test_an_interrupted_download_continues_after_a_short_outage_and_leftovers_go
 
     with odd_server(reply) as server:
         address = f"{server.url}/m.safetensors"
-        name = f"{sum_of(address.encode())[:16]}.safetensors"
-        left = cache_home / f"vesuvius/models/.123.{name}"
-        left.parent.mkdir(parents=True)
-        left.touch()
         assert local_checkpoint(address).read_bytes() == data
     assert len(calls) == 2 + -(-len(data) // 5000) + len(failures), "only the interrupted parts are fetched again"
-    assert cached(cache_home) == [name]
+    assert len(cached(cache_home)) == 1
 
 
 def test_a_redirect_to_signed_storage_is_followed(model: Path) -> None:
@@ -264,20 +264,42 @@ def test_no_code_of_a_model_or_checkpoint_is_executed(
     assert not (tmp_path / "executed").exists()
 
 
+VOLUME = {
+    "name": "../volume.zarr",
+    "dtype": "uint8",
+    "voxel_size_um": None,
+    "shape_zyx": [9, 9, 9],
+    "condition_factors": ["1"] * 3,
+    "condition_offsets": ["0"] * 3,
+    "condition_transform": None,
+    "train": [[0, 0, 0], [9, 9, 9]],
+    "validation": None,
+}
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"format": 2}, "its format is 2"),
-        ({"volumes": 3}, "does not describe its training data"),
-        ({"volumes": [{"condition_factors": ["1/0"] * 3}]}, "does not describe its training data"),
+        ({"volumes": 3}, "Cannot read the model"),
+        ({"volumes": []}, "Cannot read the model"),
+        ({"volumes": [VOLUME | {"condition_factors": ["1/0"] * 3}]}, "does not describe its training data"),
+        ({"volumes": [VOLUME | {"dtype": "object"}]}, "Cannot read the model"),
+        ({"volumes": [VOLUME | {"voxel_size_um": [0, 0, 0]}]}, "Cannot read the model"),
+        ({"volumes": [VOLUME | {"shape_zyx": "abc"}]}, "Cannot read the model"),
+        ({"intensities": []}, "Cannot read the model"),
+        ({"intensities": [["a", "b"]]}, "Cannot read the model"),
         ({"spectrum": None}, "Cannot read the model"),
+        ({"spectrum": {"mean": 0, "std": 1, "size_x": 3}}, "a power spectrum of"),
+        ({"step": "x"}, "Cannot read the model"),
+        ({"config": 3}, "Cannot read the model"),
         ({"config": {"name": 3}}, "name"),
     ],
 )
 def test_a_model_of_another_format_or_with_nonsense_is_refused_with_its_path(
     keys: dict[str, Any], words: str, model: Path, tmp_path: Path
 ) -> None:
-    path = changed(model, tmp_path / "other.safetensors", **keys)
+    path = changed(model, tmp_path / "model.safetensors", **keys)
     with pytest.raises((StorageError, ConfigError), match=words) as caught:
         read_checkpoint_info(find_checkpoint(path))
     assert str(path) in str(caught.value)

@@ -67,7 +67,12 @@ class Spectrum:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        return cls(float(state["mean"]), float(state["std"]), state["power"].numpy().copy(), int(state["size_x"]))
+        """Inverse of `state_dict`.  Raises KeyError, TypeError, ValueError: no spectrum."""
+        power, size_x, std = state["power"].float().numpy().copy(), int(state["size_x"]), float(state["std"])
+        fits = power.ndim == 3 and power.shape[-1] == size_x // 2 + 1
+        if not (fits and 0 <= power.min() <= power.max() < math.inf and std > 0):
+            raise ValueError(f"a power spectrum of {power.shape} for x = {size_x} and a standard deviation of {std}")
+        return cls(float(state["mean"]), std, power, size_x)
 
     @property
     def peak(self) -> float:

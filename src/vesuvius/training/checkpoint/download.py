@@ -1,18 +1,16 @@
 """Fetches a model file from an address, once: `--checkpoint https://host/model.safetensors#sha256=...`.
 
-The bytes go to a cache folder under a temporary name, and get theirs when all are there, are a model and have the
-sum.  Reads are ranges, retried during outages as those of volumes (`volumes/store/source.py`).
+The file gets its name in the cache when all bytes are there, are a model and have the sum.  Reads are ranges, retried
+during outages as those of volumes (`volumes/store/source.py`).
 """
-
-from __future__ import annotations
 
 import hashlib
 import logging
 import os
 import re
-import time
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from vesuvius.config import StoreConfig
@@ -29,7 +27,6 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 2**34
 _HEADER_BYTES = 10**8  # the most that safetensors reads
 _PART_BYTES = 2**24
-_LEFTOVER_S = 86400  # age of a partial file whose process must have been killed
 _STORE = StoreConfig(outage_minutes=3)
 
 
@@ -46,18 +43,14 @@ def local_checkpoint(given: str) -> Path:
         raise ConfigError(f"#{fragment} of a model's address is not #sha256= and 64 hexadecimal digits; correct it")
     wanted, shown = match[1].lower() if match else None, display_address(address)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vesuvius/models"
-    name = f"{hashlib.sha256(address.encode()).hexdigest()[:16]}{SUFFIX}"
-    path, part = folder / name, folder / f".{os.getpid()}.{name}"
-    if path.is_file() and wanted in (None, digest(path)):
-        log.info("Using the copy of %s in %s; delete it to fetch it again", shown, path)
-        return path
-    with storage_errors(str(part), "free some space or set XDG_CACHE_HOME to a writable folder"):
+    path = folder / f"{hashlib.sha256(address.encode()).hexdigest()[:16]}{SUFFIX}"
+    with storage_errors(str(path), "free some space or set XDG_CACHE_HOME to a writable folder"):
+        if path.is_file() and wanted in (None, digest(path)):
+            log.info("Using the copy of %s in %s; delete it to fetch it again", shown, path)
+            return path
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(f".*.{name}"):
-            if old.stat().st_mtime < time.time() - _LEFTOVER_S:
-                old.unlink(missing_ok=True)
-        try:
-            with part.open("wb") as file:
+        with TemporaryDirectory(prefix=".", dir=folder) as own:
+            with (part := Path(own) / path.name).open("wb") as file:
                 found = _fetch(address, shown, file)
             if wanted not in (None, found):
                 text = "it was replaced or damaged; compare the sum with that of its publisher"
@@ -65,8 +58,6 @@ def local_checkpoint(given: str) -> Path:
             if not is_model_file(part):
                 raise ConfigError(f"{shown} holds weights alone; use a model file, which has the config of its run too")
             part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     if wanted is None:
         log.info("Append #sha256=%s to the address to accept these bytes only", found)
     return path
@@ -92,7 +83,7 @@ def _fetch(address: str, shown: str, file: BinaryIO) -> str:
             header_bytes = int.from_bytes(head[:8], "little")
             if head[8:] != b"{" or not 2 <= header_bytes <= _HEADER_BYTES:
                 raise ConfigError(no_model)
-            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d+)\s*\]', read(8, 8 + header_bytes))
+            ends = re.findall(rb'"data_offsets"\s*:\s*\[\s*\d+\s*,\s*(\d{1,18})\s*\]', read(8, 8 + header_bytes))
             size = 8 + header_bytes + max(map(int, ends), default=0)
             if size > LARGEST_BYTES:
                 raise ConfigError(f"{shown} has {format_size(size)}; models have at most {format_size(LARGEST_BYTES)}")

@@ -160,6 +160,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
     named = [runs_root() / given] if given.name == str(given) else []
     with permission_checked():
         for path in (given.absolute(), *named):
+            if is_model_file(path):  # whatever its name and the files around it
+                return path
             holds_weights = path.name == STATE or (path.name.startswith("model") and path.suffix == ".safetensors")
             directory = path.parent if holds_weights and path.is_file() else path
             # Any file of a checkpoint, so that a damaged one is reported as such.
@@ -169,8 +171,6 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 if damage := find_damage(linked, ()):
                     raise checkpoint_error(linked, damage)
                 return linked
-            if is_model_file(path):
-                return path
             if RunDir(path).checkpoints.is_dir():
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest

@@ -7,13 +7,12 @@
 It holds no code and no pickle, so it can come from anywhere; `download.py` fetches it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveFloat
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,15 +23,42 @@ SUFFIX = ".safetensors"
 FORMAT = 1
 _OWN = "vesuvius"
 _SPECTRUM = f"{_OWN}.spectrum"
-_FACTS = ("volumes", "intensities", "condition_intensities")
+
+Three = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
+Row = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+Ranges = tuple[tuple[FiniteFloat, FiniteFloat], ...]
+
+
+class _Volume(BaseModel):
+    """`TrainedVolume`; others' files may hold anything."""
+
+    name: str
+    dtype: Annotated[str, Field(pattern="^(bool|u?int(8|16|32|64)|float(16|32|64))$")]
+    voxel_size_um: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None
+    shape_zyx: Three
+    condition_factors: tuple[str, str, str]
+    condition_offsets: tuple[str, str, str]
+    condition_transform: tuple[tuple[Row, Row, Row], bool] | None
+    train: tuple[Three, Three]
+    validation: tuple[Three, Three] | None
+
+
+class _Description(BaseModel):
+    license: str
+    step: NonNegativeInt
+    config: dict[str, Any]
+    volumes: Annotated[tuple[_Volume, ...], Field(min_length=1)]
+    intensities: Annotated[Ranges, Field(min_length=1)]
+    condition_intensities: Ranges
+    spectrum: dict[str, FiniteFloat]
 
 
 def write_model_file(path: Path, state: dict[str, Any], weights: dict[str, Tensor], license_name: str) -> None:
     """Write the averaged weights of a checkpoint's state.  The same arguments give the same bytes.  Raises OSError."""
     spectrum = dict(state["spectrum"])
     tensors = weights | {_SPECTRUM: spectrum.pop("power")}
-    described = {key: state[key] for key in ("step", "config", *_FACTS)} | {"spectrum": spectrum}
-    header = {_OWN: json.dumps({"format": FORMAT, "license": license_name} | described, sort_keys=True)}
+    described = state | {"format": FORMAT, "license": license_name, "spectrum": spectrum}
+    header = {_OWN: json.dumps({key: described[key] for key in ("format", *_Description.model_fields)}, sort_keys=True)}
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
     staged.chmod(0o644)  # safetensors makes files that only their owner can read
@@ -48,14 +74,14 @@ def read_model_state(path: Path) -> dict[str, Any]:
     """Return what a `state.pt` holds for sampling: step, config and facts.  Raises StorageError."""
     header, power = _header(path)
     try:
-        state: dict[str, Any] = json.loads(header[_OWN])
+        state = json.loads(header[_OWN])
         if (written := state["format"]) != FORMAT:
             raise StorageError(
                 f"Cannot read the model {path}: its format is {written}, not {FORMAT}; use the version of vesuvius "
                 "that wrote it, or a newer one"
             )
-        facts = {key: _tuples(state[key]) for key in _FACTS}
-        return state | facts | {"spectrum": state["spectrum"] | {"power": power}}
+        described = _Description.model_validate(state).model_dump()
+        return described | {"spectrum": described["spectrum"] | {"power": power}}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
 
@@ -77,10 +103,3 @@ def _damaged(path: Path, error: Exception) -> StorageError:
     return StorageError(
         f"Cannot read the model {path}: {type(error).__name__}: {one_line(error)}; copy or download it again"
     )
-
-
-def _tuples(tree: Any) -> Any:
-    """JSON's lists as the tuples of a `state.pt`."""
-    if isinstance(tree, dict):
-        return {key: _tuples(value) for key, value in tree.items()}
-    return tuple(map(_tuples, tree)) if isinstance(tree, list) else tree

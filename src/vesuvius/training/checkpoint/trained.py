@@ -102,7 +102,7 @@ class DataFacts:
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
             return cls(tuple(volumes), IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"]))
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "
                 "an earlier version of vesuvius; use that version, or start a new run"
