@@ -76,11 +76,12 @@ release-check:
 
 # The wheel next to the demo model, and the SHA-256 sums of all.
 release-files:
-	cp dist/* $(RELEASE)
+	cp dist/* $(RELEASE)/
 	cd $(RELEASE) && rm -f SHA256SUMS && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 github-release:
-	$(PYTHON) tools/release_notes.py "$(TAG)" | gh release create "$(TAG)" --verify-tag --title "$(TAG)" --notes-file - $(RELEASE)/*
+	$(PYTHON) tools/release_notes.py "$(TAG)" > build/notes.md
+	gh release create "$(TAG)" --verify-tag --title "$(TAG)" --notes-file build/notes.md $(RELEASE)/*
 
 # The documentation as version 0.1 of the site on the branch gh-pages, next to the earlier ones; PUSH= only commits.
 PUSH ?= --push

@@ -57,8 +57,9 @@ few. Its voxels stand for 7.91 um, as those of the phantom. There is no use in i
 
 
 def main(out: Path, overrides: list[str]) -> None:
-    work = out / f".{NAME}"
+    work = out.with_name(NAME)  # not in `out`, of which every file is signed and released
     work.mkdir(parents=True, exist_ok=True)
+    out.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": THREADS, "VESUVIUS_RUNS": str(work.resolve() / "runs")}
 
     def vesuvius(*arguments: str) -> None:
