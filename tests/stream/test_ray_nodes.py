@@ -14,7 +14,9 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.support.ray_nodes import other_version, ray_nodes
-from vesuvius.stream.ray.nodes import conflict
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.stream.ray import nodes as nodes_module
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, conflict
 
 # Writes the node of a reader, index and hash of each sample; an execution of readers is followed by the next every 100
 # tasks.
@@ -107,7 +109,76 @@ def test_nodes_that_die_join_or_cannot_read_change_no_sample(tmp_path: Path) -> 
     assert driver.samples() == whole.samples()
 
 
-HERE = {"versions": {"python": "3.11.9", "vesuvius": "0.1.0", "torch": "2.13.0", "numpy": "2.3.1", "zarr": "3.1.6"}}
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_node_that_hangs_is_asked_once_and_again_when_it_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each question would leave another process that hangs, and hold up the run."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(nodes_module, "_FIRST_S", 1.0)
+    answer, real = tmp_path / "answer", nodes_module._describer()
+
+    def hangs(files: list[str], token: str | None) -> dict[str, Any]:
+        if token is not None:
+            answer.with_name(f"asked{time.time_ns()}").touch()
+            while not answer.exists():
+                time.sleep(0.05)
+        return real(files, token) | {"shm": 2**20}
+
+    monkeypatch.setattr(nodes_module, "_describer", lambda: hangs)
+    nodes = Nodes(folder=tmp_path)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="it has not answered; see `ray status`"):
+            nodes.check()
+    (node_id,) = nodes.alive
+    assert nodes.placement() == {"label_selector": {"ray.io/node-id": f"!in({node_id})"}}
+    assert nodes.placement(unchecked=False) == {}, "none can work"
+    assert len([*tmp_path.glob("asked*")]) == 1
+    answer.touch()
+    deadline = time.monotonic() + 60
+    while not nodes.usable:
+        assert time.monotonic() < deadline
+        try:
+            nodes.check()
+        except ConfigError:
+            time.sleep(0.1)
+    nodes.check()
+    assert len([*tmp_path.glob("asked*")]) == 2
+    assert nodes.placement() == {}
+    assert nodes.placement(unchecked=False) == {"label_selector": {"ray.io/node-id": f"in({node_id})"}}
+    assert caplog.text.count("gets no work") == 1
+    assert caplog.text.count("has answered and may get work") == 1
+    assert "may be on a disk" not in caplog.text, "no voxels pass through the stores of a prediction"
+    Nodes(folder=None, files=()).check()
+    assert "but /dev/shm there 0.00 GiB: it may be on a disk; give" in caplog.text
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_head_is_gone_after_failures_not_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(nodes_module.time, "monotonic", lambda: now[0])
+    check = HeadCheck()
+    real, check._address = check._address, "127.0.0.1:1"
+    for now[0] in (1300.0, 1329.0):  # suspended for minutes, and the first try fails
+        check()
+    now[0], check._address = 1340.0, real
+    check()
+    now[0], check._address = 1350.0, "127.0.0.1:1"
+    check()
+    now[0] = 1380.0
+    with pytest.raises(VesuviusError, match=r"The head of Ray at 127\.0\.0\.1:1 has not answered for 30 s"):
+        check()
+
+
+HERE = {
+    "versions": {
+        "python": "3.11.9",
+        "vesuvius-diffusion": "0.1.0",
+        "torch": "2.13.0",
+        "numpy": "2.3.1",
+        "zarr": "3.1.6",
+    }
+}
 HERE |= {"sources": "a", "missing": [], "other_folder": None}
 
 
@@ -118,7 +189,12 @@ HERE |= {"sources": "a", "missing": [], "other_folder": None}
         ({"versions": HERE["versions"] | {"python": "3.11.2", "numpy": "2.3.4", "zarr": "3.1.0"}}, None),
         ({"versions": HERE["versions"] | {"zarr": "3.0.6"}}, r"zarr 3\.0\.6 there, 3\.1\.6 here; install the same"),
         ({"versions": HERE["versions"] | {"torch": "2.13.1"}}, r"torch 2\.13\.1 there, 2\.13\.0 here"),
-        ({"versions": HERE["versions"] | {"vesuvius": "missing"}}, r"vesuvius missing there, 0\.1\.0 here"),
+        ({"versions": HERE["versions"] | {"torch": "2.13.0+cpu"}}, None),
+        ({"versions": HERE["versions"] | {"vesuvius-diffusion": "missing"}}, None),
+        (
+            {"versions": HERE["versions"] | {"vesuvius-diffusion": "missing"}, "sources": "b"},
+            r"vesuvius-diffusion missing there, 0\.1\.0 here",
+        ),
         ({"sources": "b"}, "other source files"),
         ({"missing": ["/v/a.zarr", "/v/b.zarr"]}, "/v/a.zarr does not exist there; mount it"),
         ({"other_folder": "/runs/x"}, "/runs/x is another folder there; mount one file system"),

@@ -95,6 +95,7 @@ def test_a_store_that_fills_is_reported_before_it_spills(tmp_path: Path, caplog:
     watch = ReaderWatch(
         *(tmp_path, lambda *_: None, lambda text, fields: spills.append(fields["spilled_bytes"])),
         *(private.worker_exits, private.object_stores),
+        on_cluster=True,
     )
     (store,) = private.object_stores()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -34,11 +35,15 @@ class Node:
                 command, env=os.environ | env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             deadline, text = time.monotonic() + _START_S, ""
-            while "will now block" not in text:  # two that start at the same time on one machine disturb each other
-                assert self.process.poll() is None, text
-                assert time.monotonic() < deadline, text
-                time.sleep(0.1)
-                text = os.pread(output.fileno(), 2**20, 0).decode()
+            try:
+                while "will now block" not in text:  # two that start at the same time on one machine disturb each other
+                    assert self.process.poll() is None, text
+                    assert time.monotonic() < deadline, text
+                    time.sleep(0.1)
+                    text = os.pread(output.fileno(), 2**20, 0).decode()
+            except BaseException:
+                self.kill()
+                raise
 
     def kill(self) -> None:
         """SIGKILL all its processes, as a machine that loses power."""
@@ -58,9 +63,7 @@ class Nodes:
     """
 
     def __init__(self, apart: bool) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{_free_port()}"
         head = ["--head", "--port", self.address.split(":")[1], "--include-dashboard=false"]
         self.head = Node(*head, *(["--node-ip-address", "127.0.0.1"] if apart else []), cores=0)
         self.nodes = [self.head]
@@ -69,6 +72,14 @@ class Nodes:
         node = Node("--address", self.address, cores=cores, **lacking)
         self.nodes.append(node)
         return node
+
+
+def _free_port() -> int:
+    """A port below those of connections, which any process may take at any moment."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := random.randrange(20000, 32000)))
+            return port
 
 
 @contextmanager

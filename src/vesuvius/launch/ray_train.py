@@ -77,7 +77,7 @@ def train_with_ray(request: Request) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         stop = opened.enter_context(StopRequest(config.training.max_hours))
-        trainer = make_trainer(request, ranks, needs, folder, nodes.options)
+        trainer = make_trainer(request, ranks, needs, folder, nodes.placement())
         return _wait(config, on_thread(trainer.fit, name="ray-train"), folder, stop, HeadCheck())
 
 

@@ -18,7 +18,7 @@ from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.predict.tasks import OpenRunner, RunTasks, Task, TaskRunner
 from vesuvius.runlog.units import format_count
-from vesuvius.stream.ray.nodes import HeadCheck, Nodes
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, node_text
 from vesuvius.stream.ray.session import Session
 from vesuvius.threads import on_thread
 
@@ -158,7 +158,7 @@ class _Actors:
             ray.kill(actor)
 
     def _start(self) -> None:
-        actor = self._kind.options(**self._nodes.options if self._nodes else {}).remote(self._runner_ref)
+        actor = self._kind.options(**self._nodes.placement() if self._nodes else {}).remote(self._runner_ref)
         self._starting[actor.node.remote()] = actor
 
     def _started(self, ref: Any) -> None:
@@ -186,7 +186,9 @@ class _Actors:
         if self._load.pop(actor, None) is None:
             return  # another of its tasks has failed
         node, cause = self._node.pop(actor), one_line(error, 100)
-        log.warning("A worker on node %s was lost; others repeat its tasks (%s)", node[:8], cause)
+        known = self._nodes and self._nodes.alive.get(node)
+        on = f" on node {node_text(known)}" if known else ""
+        log.warning("A worker%s was lost; others repeat its tasks (%s)", on, cause)
         on_thread(ray.kill, actor, name="ray-kill")  # it may only be out of reach
         self._start()
         for other in [each for each, load in self._load.items() if load == 0 and self._node[each] == node]:

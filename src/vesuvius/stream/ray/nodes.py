@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -23,11 +24,14 @@ from vesuvius.volumes.store.objects import is_remote
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0  # a node starts a process for it
-_SILENT = f"it has not answered within {_ANSWER_S:.0f} s; see `ray status`"
+_ANSWER_S = 60.0  # after the last answer of another node
+_FIRST_S = 600.0  # for the first one: a node starts a process, and may have to install its packages
+_SILENT = "it has not answered; see `ray status`, and whether its file systems answer"
+_SHM = "give its container a larger /dev/shm (`docker run --shm-size`), or lower `ray start --object-store-memory`"
 _POLL_S = 0.5
 _HEAD_EVERY_S = 2.0
 _RAYS_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_SELF = "vesuvius-diffusion"
 _SAME_VERSIONS = "install the same versions on all nodes (constraints.txt pins them)"
 
 
@@ -46,21 +50,29 @@ class Nodes:
         self._files, self._folder, self._poll = [*files], folder, poll
         self._check_head = HeadCheck()
         self._unusable: dict[str, str | None] = {}  # reason by node id; None = usable
+        self._late: dict[str, Any] = {}  # references to the answers of nodes that have not answered in time
         self.alive: dict[str, dict[str, Any]] = {}  # the nodes at the last check
 
     def check(self) -> None:
-        """Check the nodes that have joined since the last call.
+        """Check the nodes that have joined since the last call, and late ones that have answered by now.
 
-        Raises ConfigError: none can work; VesuviusError: the head is gone.
+        Raises ConfigError: none can work; VesuviusError: the head is gone, or Ray was shut down.
         """
+        if not ray.is_initialized():  # asking for its nodes would start another one
+            raise VesuviusError("Ray was shut down while the nodes of its cluster were checked; start again")
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         self.alive = {each["NodeID"]: each for each in nodes if each["Alive"] and each["Resources"].get("CPU")}
-        known = {node_id for node_id, reason in self._unusable.items() if reason != _SILENT}
-        reasons = self._ask(new) if (new := self.alive.keys() - known) else {}
+        # A node that hangs is not asked again until then: each question would block a process there, and this one.
+        answered = {each for each, ref in self._late.items() if ray.wait([ref], timeout=0)[0]}
+        self._late = {each: ref for each, ref in self._late.items() if each not in answered}
+        new = self.alive.keys() - self._unusable.keys() | self.alive.keys() & answered
+        reasons = self._ask(new) if new else {}
         self._unusable |= reasons
         for node_id, reason in reasons.items():
             if reason is not None:
                 log.warning("Node %s gets no work: %s", node_text(self.alive[node_id]), reason)
+            elif node_id in answered:
+                log.info("Node %s has answered and may get work", node_text(self.alive[node_id]))
         if self.alive and not self.usable:
             raise ConfigError(f"No node of the Ray cluster can work: {self._unusable[next(iter(self.alive))]}")
 
@@ -91,17 +103,20 @@ class Nodes:
             time.sleep(_POLL_S)
         cores = sum(int(node["Resources"]["CPU"]) for node in usable.values())
         fitting = (cores - (ranks if ranks > 1 else 0)) // ranks  # each of several ranks has reserved a core
+        if usable and fitting < wanted:
+            text = "%s of the workers fit on the nodes of the Ray cluster that can work; more start when nodes join"
+            warn_once(text, f"{max(1, fitting)} of {wanted}")
         return max(1, min(wanted, fitting))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of an actor that keep it off nodes that cannot work; one that joins may get it."""
+    def placement(self, unchecked: bool = True) -> dict[str, Any]:
+        """Options of an actor that keep it off nodes that cannot work, and off `unchecked` ones, as those that join."""
+        out = [node for node, reason in self._unusable.items() if reason]
+        operator, nodes = ("!in", out) if unchecked else ("in", [*self.usable])
         # After a comma and a blank Ray 2.60 does not recognize a name.
-        out = ",".join(sorted(node for node, reason in self._unusable.items() if reason))
-        return {"label_selector": {"ray.io/node-id": f"!in({out})"}} if out else {}
+        return {"label_selector": {"ray.io/node-id": f"{operator}({','.join(sorted(nodes))})"}} if nodes else {}
 
     def _ask(self, node_ids: Iterable[str]) -> dict[str, str | None]:
-        """Return for each node why it cannot work, or None."""
+        """Return for each node why it cannot work, or None.  All are asked at the same time."""
         describe, token = _describer(), None if self._folder is None else self._folder / f".{uuid.uuid4().hex}.seen"
         ours, remote = describe([], None), ray.remote(num_cpus=0, max_retries=0)(describe)
         try:
@@ -111,16 +126,37 @@ class Nodes:
             on = {each: NodeAffinitySchedulingStrategy(each, soft=False) for each in node_ids}
             seen = None if token is None else str(token)
             asked = {remote.options(scheduling_strategy=on[each]).remote(self._files, seen): each for each in on}
-            deadline, left = time.monotonic() + _ANSWER_S, [*asked]
-            while left and time.monotonic() < deadline:
-                left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)[1]
-                self._check_head()
-                self._poll()
-            return {each: _SILENT if ref in left else _problem(ref, ours) for ref, each in asked.items()}
+            left = self._wait_for([*asked])
+            self._late |= {asked[ref]: ref for ref in left}
+            return {each: _SILENT if ref in left else self._reason(each, ref, ours) for ref, each in asked.items()}
         finally:
             if token is not None:
                 with suppress(OSError):
                     token.unlink()
+
+    def _wait_for(self, left: list[Any]) -> list[Any]:
+        """Wait for answers.  Returns those that have not come: a minute after the last one, or after ten in all."""
+        end_s = time.monotonic() + _FIRST_S
+        last_s = time.monotonic() if self._unusable else math.inf
+        while left and (now := time.monotonic()) < min(last_s + _ANSWER_S, end_s):
+            done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)
+            last_s = now if done else last_s
+            self._check_head()
+            self._poll()
+        return left
+
+    def _reason(self, node_id: str, answer: Any, ours: dict[str, Any]) -> str | None:
+        try:
+            theirs = ray.get(answer)
+        except RayError as error:
+            return f"it cannot run a task: {one_line(error)}; see `ray status` and Ray's logs on the node"
+        store, shm, node = 0.0, theirs["shm"], self.alive[node_id]
+        if self._folder is None:  # else no voxels pass through the stores
+            store = node["Resources"].get("object_store_memory", 0)
+        if shm is not None and store > shm:
+            text = "Ray's object store on node %s has %.2f GiB, but /dev/shm there %.2f GiB: it may be on a disk; %s"
+            warn_once(text, node_text(node), store / 2**30, shm / 2**30, _SHM)
+        return conflict(theirs, ours)
 
 
 def _describer() -> Callable[[list[str], str | None], dict[str, Any]]:
@@ -133,54 +169,48 @@ def _describer() -> Callable[[list[str], str | None], dict[str, Any]]:
         import os
         import pathlib
         import platform
+        import shutil
 
         versions, sources = {"python": platform.python_version()}, hashlib.sha256()
-        for name, distribution in (
-            ("vesuvius", "vesuvius-diffusion"),
-            *((n, n) for n in ("ray", "torch", "numpy", "zarr")),
-        ):
+        for name in ("vesuvius-diffusion", "ray", "torch", "numpy", "zarr"):
             try:
-                versions[name] = importlib.metadata.version(distribution)
+                versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 versions[name] = "missing"
         spec = importlib.util.find_spec("vesuvius")
         folder = pathlib.Path((spec and spec.origin) or "/nowhere/vesuvius").parent
         for file in sorted(folder.rglob("*.py")):
-            sources.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+            if "/." not in (path := f"/{file.relative_to(folder)}"):  # not in the folder of a notebook or an editor
+                sources.update(path.encode() + file.read_bytes())
         return {
             "versions": versions,
             "sources": sources.hexdigest(),
             "missing": [file for file in files if not os.path.exists(file)],
             "other_folder": token and not os.path.exists(token) and os.path.dirname(token),
+            "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         }
 
     return describe
 
 
-def _problem(answer: Any, ours: dict[str, Any]) -> str | None:
-    try:
-        theirs = ray.get(answer)
-    except RayError as error:
-        return f"it cannot run a task: {one_line(error)}; {_SAME_VERSIONS}"
-    return conflict(theirs, ours)
-
-
 def conflict(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     """Return why a node cannot work, with the remedy, from `_describer` there and here; None = it can.  Pure.
 
-    Numbers may differ with any release of torch; of numpy and zarr, patch releases are the same to us.
+    Numbers may differ with any release of torch, not with its build (`+cpu`); of the others, patch releases are the
+    same to us.  Of vesuvius its sources count: its version may be that of an old editable install.
     """
-    exact = ("vesuvius", "torch", "ray")
 
     def kept(name: str, version: str) -> str:
-        return version if name in exact else ".".join(version.split(".")[:2])
+        return version.partition("+")[0] if name in ("torch", "ray") else ".".join(version.split(".")[:2])
 
     there, here = theirs["versions"], ours["versions"]
-    differing = [name for name in here if kept(name, there[name]) != kept(name, here[name])]
+    differing = [name for name in here if name != _SELF and kept(name, there[name]) != kept(name, here[name])]
+    if (others := theirs["sources"] != ours["sources"]) and there[_SELF] != here[_SELF]:
+        differing.insert(0, _SELF)
     if differing:
         return f"{', '.join(f'{name} {there[name]} there, {here[name]} here' for name in differing)}; {_SAME_VERSIONS}"
-    if theirs["sources"] != ours["sources"]:
-        return f"its vesuvius {there['vesuvius']} has other source files than the one here; {_SAME_VERSIONS}"
+    if others:
+        return f"its vesuvius {there[_SELF]} has other source files than the one here; {_SAME_VERSIONS}"
     if theirs["missing"]:
         return f"{theirs['missing'][0]} does not exist there; mount it at the same path on all nodes"
     if theirs["other_folder"]:
@@ -230,7 +260,7 @@ class HeadCheck:
     def __init__(self) -> None:
         self._address = ray.get_runtime_context().gcs_address
         self._limit_s = float(os.environ.get(_RAYS_LIMIT, 60)) / 2
-        self._answered_s = self._tried_s = time.monotonic()
+        self._tried_s, self._failed_s = time.monotonic(), math.inf
 
     def __call__(self) -> None:
         """Raise VesuviusError if the head has not answered for half of Ray's own limit."""
@@ -240,10 +270,13 @@ class HeadCheck:
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_HEAD_EVERY_S).close()
-            self._answered_s = now
+            self._failed_s = math.inf
         except OSError as error:
-            if (silent_s := now - self._answered_s) >= self._limit_s:
+            # From the first failure on: before it, this process may have been suspended.
+            self._failed_s = min(self._failed_s, now)
+            if now - self._failed_s >= self._limit_s:
                 raise VesuviusError(
-                    f"The head of the Ray cluster at {self._address} has not answered for {silent_s:.0f} s "
-                    f"({one_line(error)}); start the cluster again, then the same command, or train with --resume"
+                    f"The head of Ray at {self._address} has not answered for {now - self._failed_s:.0f} s "
+                    f"({one_line(error)}); start its cluster again, if it has one, then the same command, or train "
+                    "with --resume"
                 ) from error

@@ -87,10 +87,15 @@ class RayRegions(Iterator[Region]):
             private.worker_exits,
             private.object_stores,
             self._check_nodes,
+            on_cluster=options.cluster.address is not None,
         )
         # A thread of its own: calls about the cluster wait for a head that is gone until Ray ends this process.
         on_thread(self._watch_head, HeadCheck(), name="ray-head")
-        self._start_segment()
+        try:
+            self._start_segment()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def tasks_left(self) -> int:
@@ -235,7 +240,7 @@ class RayRegions(Iterator[Region]):
                 wanted, minutes = self._options.num_processes, self._options.cluster.rank_timeout_minutes
                 ranks, stopped = self._job.world_size, lambda: self._interrupted
                 self._num_readers = self._nodes.room(wanted, ranks, minutes, stopped)
-                placement = self._nodes.options
+                placement = self._nodes.placement(unchecked=False)  # Ray restarts readers, too
                 self._running_on |= self._nodes.alive.keys()
             options = replace(self._options, num_workers=self._num_readers)
             segment = Segment(self._job, self._job_ref, tasks, options, placement)

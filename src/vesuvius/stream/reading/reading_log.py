@@ -197,7 +197,8 @@ class ReaderWatch:
 
     `on_death` is called for each reader that died, on any thread; `on_spill` after Ray spilled objects to disk.
     `exits_of` and `stores_of` are Ray's: `private.worker_exits` and `private.object_stores`;
-    `check_nodes` is called each time.
+    `check_nodes` is called each time.  `on_cluster`: the stores are not made for this run, so one that is nearly full
+    is reported.
     """
 
     def __init__(
@@ -208,9 +209,11 @@ class ReaderWatch:
         exits_of: Exits,
         stores_of: Callable[[], list[ObjectStore]],
         check_nodes: Callable[[], None] = lambda: None,
+        on_cluster: bool = False,
     ) -> None:
         self._log_dir, self._on_death, self._on_spill = log_dir, on_death, on_spill
         self._exits_of, self._stores_of, self._check_nodes = exits_of, stores_of, check_nodes
+        self._on_cluster, self._stores_at = on_cluster, 0.0
         self._full: set[str] = set()  # nodes with a store that was reported as nearly full
         self._known = {(each.actor, each.pid) for each in read_logs(log_dir)}  # from earlier sessions, or reported
         self._lock = threading.Lock()
@@ -271,8 +274,11 @@ class ReaderWatch:
 
     def _check_stores(self) -> None:
         """Report stores that are nearly full, and bytes spilled since the last check; those before do not count."""
+        if (now := time.monotonic()) < self._stores_at:
+            return
         stores = self._stores_of()
-        for store in stores:
+        self._stores_at = now + (len(stores) - 1) * _EVERY_S  # each takes 12 ms, and each of many ranks asks
+        for store in stores if self._on_cluster else ():
             if store.used_bytes > _NEARLY_FULL * store.size_bytes and store.node not in self._full:
                 self._full.add(store.node)
                 log.warning(
