@@ -41,7 +41,7 @@ class Nodes:
     Args:
         files: paths that must exist on each node.
         folder: must be the same folder on each node: a file that is written here must appear there.
-        poll: called twice a second while nodes are checked; may raise to stop.
+        poll: called twice a second while nodes are checked or waited for; may raise to stop.
     """
 
     def __init__(
@@ -58,10 +58,8 @@ class Nodes:
 
         Raises ConfigError: none can work; VesuviusError: the head is gone, or Ray was shut down.
         """
-        if not ray.is_initialized():  # asking for its nodes would start another one
-            raise VesuviusError("Ray was shut down while the nodes of its cluster were checked; start again")
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        self.alive = {each["NodeID"]: each for each in nodes if each["Alive"] and each["Resources"].get("CPU")}
+        self._check()
+        self.alive = nodes_alive()
         # A node that hangs is not asked again until then: each question would block a process there, and this one.
         answered = {each for each, ref in self._late.items() if ray.wait([ref], timeout=0)[0]}
         self._late = {each: ref for each, ref in self._late.items() if each not in answered}
@@ -85,26 +83,25 @@ class Nodes:
         """The nodes that were alive at the last check and can work, by id, as in `ray.nodes()`."""
         return {node_id: node for node_id, node in self.alive.items() if self.can_work(node_id)}
 
-    def room(self, wanted: int, ranks: int, minutes: float, is_stopped: Callable[[], bool]) -> int:
+    def room(self, wanted: int, ranks: int, minutes: float) -> int:
         """Return how many of a rank's readers fit on the nodes that can work; waits for a node.
 
         Raises ConfigError: no node can work; VesuviusError: for so many minutes there is none.
         """
         started = time.monotonic()
-        while True:
-            self.check()
-            if (usable := self.usable) or is_stopped():
-                break
+        self.check()
+        while not self.usable:
             if time.monotonic() - started > 60 * minutes:
                 raise VesuviusError(
                     f"No node of the Ray cluster has had cores for workers for {minutes:g} min "
                     "(cluster.rank_timeout_minutes); add nodes, and continue with --resume"
                 )
             time.sleep(_POLL_S)
-        cores = sum(int(node["Resources"]["CPU"]) for node in usable.values())
+            self.check()
+        cores = sum(int(node["Resources"]["CPU"]) for node in self.usable.values())
         fitting = (cores - (ranks if ranks > 1 else 0)) // ranks  # each of several ranks has reserved a core
-        if usable and fitting < wanted:
-            text = "%s of the workers fit on the nodes of the Ray cluster that can work; more start when nodes join"
+        if fitting < wanted:
+            text = "Only %s workers fit on the nodes of the Ray cluster that can work; more start when nodes join"
             warn_once(text, f"{max(1, fitting)} of {wanted}")
         return max(1, min(wanted, fitting))
 
@@ -139,11 +136,16 @@ class Nodes:
         end_s = time.monotonic() + _FIRST_S
         last_s = time.monotonic() if self._unusable else math.inf
         while left and (now := time.monotonic()) < min(last_s + _ANSWER_S, end_s):
+            self._check()
             done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_S)
             last_s = now if done else last_s
-            self._check_head()
-            self._poll()
         return left
+
+    def _check(self) -> None:
+        self._poll()
+        self._check_head()
+        if not ray.is_initialized():  # the next call would start another one
+            raise VesuviusError("Ray was shut down while the nodes of its cluster were checked; start again")
 
     def _reason(self, node_id: str, answer: Any, ours: dict[str, Any]) -> str | None:
         try:
@@ -238,6 +240,12 @@ def check_object_stores(need_here: int, readers: int = 0, per_reader: int = 0) -
                 node_text(node),
                 *(size / 2**30, need / 2**30, STORE_REMEDY),
             )
+
+
+def nodes_alive() -> dict[str, dict[str, Any]]:
+    """The nodes with cores, by id, as in `ray.nodes()`."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {each["NodeID"]: each for each in nodes if each["Alive"] and each["Resources"].get("CPU")}
 
 
 def local_paths(data: DataConfig) -> list[str]:

@@ -27,7 +27,7 @@ from vesuvius.stream.options import (
     store_prefetch_bytes,
 )
 from vesuvius.stream.ray import private
-from vesuvius.stream.ray.nodes import HeadCheck, Nodes, check_object_stores, local_paths
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, check_object_stores, local_paths, nodes_alive
 from vesuvius.stream.ray.segment import ReaderLostError, Segment
 from vesuvius.stream.reading.reader import Block, ReaderJob, Region, region_in
 from vesuvius.stream.reading.reading_log import ReaderWatch, remove_logs
@@ -62,9 +62,9 @@ class RayRegions(Iterator[Region]):
             remove_logs(log_dir, crashes=False)
         self._job = job = replace(job, reading_log_dir=str(log_dir))
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
-        self._options = options
+        self._options, self._interrupted = options, False
         elsewhere = options.cluster.address is not None and not readers_are_local(options.cluster, job.world_size)
-        self._nodes = Nodes(local_paths(job.data)) if elsewhere else None
+        self._nodes = Nodes(local_paths(job.data), poll=self._check_interrupted) if elsewhere else None
         if options.cluster.address is not None:
             ahead, readers = store_prefetch_bytes(job, options), options.num_processes
             need = 5 * (store_peak_bytes(job, options) + ahead) // 4  # as `store_bytes`, which is also Ray's minimum
@@ -73,7 +73,6 @@ class RayRegions(Iterator[Region]):
         self._tasks = iter(tasks)
         self._segments: list[Segment] = []  # the current one and, if it has started, the next one
         self._failure: VesuviusError | None = None
-        self._interrupted = False
         self._hangs = False
         self._nodes_changed, self._closed = threading.Event(), threading.Event()
         self._waits_since = math.inf  # for the next block
@@ -162,7 +161,7 @@ class RayRegions(Iterator[Region]):
         """
         if self._nodes is None or self._nodes_changed.is_set() or not self._running_on:
             return
-        alive = {each["NodeID"] for each in ray.nodes() if each["Alive"] and each["Resources"].get("CPU")}  # type: ignore[no-untyped-call]
+        alive = nodes_alive().keys()
         lost, joined = self._running_on - alive, alive - self._running_on
         stalled = time.monotonic() - self._waits_since > _STALL_S
         if ((lost or joined) and stalled) or (joined and self._num_readers < self._options.num_processes):
@@ -174,8 +173,7 @@ class RayRegions(Iterator[Region]):
 
     def _start_again(self) -> None:
         """Read the rest with readers on the nodes that there are now."""
-        if self._interrupted:
-            raise StopIteration
+        self._check_interrupted()
         segments, self._segments = self._segments, []
         self._tasks = itertools.chain(*[segment.rest() for segment in segments], self._tasks)
         for segment in segments:
@@ -183,6 +181,10 @@ class RayRegions(Iterator[Region]):
         self._running_on = set()
         self._nodes_changed.clear()
         self._start_segment()
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise StopIteration
 
     def interrupt(self) -> None:
         """End the executions within seconds.  Call it on another thread than the one that waits for a block."""
@@ -238,8 +240,7 @@ class RayRegions(Iterator[Region]):
             placement: dict[str, Any] = {}
             if self._nodes is not None:
                 wanted, minutes = self._options.num_processes, self._options.cluster.rank_timeout_minutes
-                ranks, stopped = self._job.world_size, lambda: self._interrupted
-                self._num_readers = self._nodes.room(wanted, ranks, minutes, stopped)
+                self._num_readers = self._nodes.room(wanted, self._job.world_size, minutes)
                 placement = self._nodes.placement(unchecked=False)  # Ray restarts readers, too
                 self._running_on |= self._nodes.alive.keys()
             options = replace(self._options, num_workers=self._num_readers)
