@@ -29,7 +29,7 @@ import psutil
 from vesuvius.config import Config
 from vesuvius.config.load import parse_stored
 from vesuvius.experiments.capacity.node import Machines, NodePlan
-from vesuvius.experiments.capacity.rates import STORES, ReadingCost, measured
+from vesuvius.experiments.capacity.rates import STORES, measured
 from vesuvius.runlog.units import format_percent
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
@@ -86,8 +86,8 @@ def compare(url: str, case: Case, seconds: float) -> None:
     """Predict a case, run it, and print both."""
     config = config_of(url, case)
     data = prepare_data(0, config.data, world_size=case.ranks)
-    store, cost = measured(data, STORES["http"], ReadingCost())
-    node = NodePlan(config, data, Machines(case.ranks, 1, 2 + case.ranks), store, cost)
+    rates = measured(data, STORES["http"])
+    node = NodePlan(config, data, Machines(case.ranks, 1, 2 + case.ranks), rates)
     command = [sys.executable, __file__, "--rank", url, json.dumps(asdict(case))]
     ranks = [
         subprocess.Popen([*command, str(rank), str(seconds)], stdout=subprocess.PIPE, text=True)
@@ -108,7 +108,7 @@ def compare(url: str, case: Case, seconds: float) -> None:
         f"{format_percent(plan_wait)} {format_percent(wait)} | "
         f"{mean.requests / mean.patches:.3f} {requests:.3f} | "
         f"{mean.fetched_bytes / mean.patches / 1e3:.0f} {size / 1e3:.0f} | "
-        f"{(cost.decode_bytes_s or 0) / 1e9:.2f} {'-' if case.processes else f'{decode / 1e9:.2f}'}",
+        f"{(rates.decode_bytes_s or 0) / 1e9:.2f} {'-' if case.processes else f'{decode / 1e9:.2f}'}",
         flush=True,
     )
 

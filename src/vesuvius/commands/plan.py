@@ -16,13 +16,11 @@ from vesuvius.errors import EXIT_OK
 from vesuvius.volumes.store.objects import is_remote
 
 # Of each option: field, its unit, meaning.
-_STORE = {
+_RATES = {
     "latency-ms": ("latency_s", 1e-3, "of a request, without its bytes"),
     "request-mb-s": ("request_bytes_s", 1e6, "rate of one request, 10^6 bytes/s"),
     "node-gb-s": ("node_bytes_s", 1e9, "network of a node to the store, 10^9 bytes/s"),
     "requests-s": ("requests_s", 1.0, "requests per second that the store answers, to all nodes"),
-}
-_COST = {
     "decode-gb-s": ("decode_bytes_s", 1e9, "decoded 10^9 bytes/s of a core (default: measured)"),
     "compression": ("compression", 1.0, "decoded bytes per stored byte (default: measured)"),
 }
@@ -59,7 +57,7 @@ def main(argv: list[str]) -> int:
     stores = parser.add_argument_group("store and decoding")
     names = "figures to begin with, see docs/scale.md (default: by the address of the first volume)"
     stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
-    for group, options in ((stores, _STORE | _COST), (parser.add_argument_group("prices"), _PRICES)):
+    for group, options in ((stores, _RATES), (parser.add_argument_group("prices"), _PRICES)):
         for option, (_, _, meaning) in options.items():
             group.add_argument(f"--{option}", type=positive_number, metavar="X", help=meaning)
     args = parser.parse_intermixed_args(argv)
@@ -68,7 +66,7 @@ def main(argv: list[str]) -> int:
     # The imports below load torch.
     from vesuvius.experiments.capacity.forecast import forecast
     from vesuvius.experiments.capacity.node import Machines
-    from vesuvius.experiments.capacity.rates import STORES, ReadingCost, recorded_step_s
+    from vesuvius.experiments.capacity.rates import STORES, recorded_step_s
     from vesuvius.monitor.probes.cores import usable_cores
 
     def given(options: Mapping[str, tuple[str, float, str]]) -> dict[str, Any]:
@@ -82,8 +80,7 @@ def main(argv: list[str]) -> int:
         step = args.step_s
         if args.step_from is not None:
             step = recorded_step_s(args.step_from, config.training.micro_batch * config.training.accumulate_steps)
-        store, cost = replace(STORES[name], **given(_STORE)), ReadingCost(**given(_COST))
-        facts = forecast(config, machines, step, store, cost, given(_PRICES))
+        facts = forecast(config, machines, step, replace(STORES[name], **given(_RATES)), given(_PRICES))
     print_facts(facts if args.json else _named(facts), args)
     return EXIT_OK
 

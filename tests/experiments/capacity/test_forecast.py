@@ -16,7 +16,7 @@ from tests.support.recorded_runs import run_start, step, write_run
 from tests.support.tiny import tiny_sections
 from vesuvius.commands.cli import main
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_CONFIG, EXIT_OK
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
@@ -94,11 +94,51 @@ def test_the_first_limit_is_raised_by_its_remedy(config: Path, capsys: pytest.Ca
         assert result("--store", "http", *more)[1] < 5
 
 
+def test_where_readers_are_not_the_limit_no_number_of_them_is_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned_with(requests_s: int) -> dict[str, Any]:
+        store = ("--store", "http", "--latency-ms", "10", "--requests-s", requests_s)
+        return planned(capsys, config, "--gpus", 2, "--step-s", "0.1", *GIVEN, *store, "training.workers=1")
+
+    few, many = planned_with(2), planned_with(2000)
+    assert few["result"]["first_limit"] == "requests/s"
+    assert few["result"]["readers_needed_per_node"] is None
+    assert many["result"]["readers_needed_per_node"] == 2
+    for facts in (few, many):
+        for limit in facts["limits"]:
+            is_first = limit["limit"] == facts["result"]["first_limit"]
+            assert (limit["raised_by"] == "enough") == (not is_first and (limit["of_needed"] or 0) >= 1.2)
+
+
+def test_a_store_that_cannot_be_reached_ends_the_plan_before_an_outage_would_end_a_run(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.experiments.capacity.forecast._GIVE_UP_MINUTES", 0.002)
+    arguments = [config, "--gpus", 1, "data.volumes=[{path: 'http://127.0.0.1:9/v.zarr'}]"]
+    assert main(["plan", *map(str, arguments)]) == EXIT_DATA
+    out, err = capsys.readouterr()
+    assert "Cannot reach the store" in err
+    assert not out
+
+
 def test_what_depends_on_an_unknown_figure_is_unknown(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (config, "--gpus", 2, "--price-gb", 0.1, "--price-1000-requests", 0.01, "--store", "http")
+    arguments = (
+        config,
+        "--gpus",
+        2,
+        "--step-s",
+        1,
+        "--price-gb",
+        0.1,
+        "--price-1000-requests",
+        0.01,
+        "--store",
+        "http",
+    )
     facts = planned(capsys, *arguments)
     assert "not measured: No chunk of" in facts["reading"]["source"]
-    unknown = ("needed_patches_s", "available_patches_s", "first_limit", "data_wait_percent", "readers_needed_per_node")
+    unknown = ("available_patches_s", "first_limit", "data_wait_percent", "readers_needed_per_node")
     assert {name: facts["result"][name] for name in unknown} == dict.fromkeys(unknown)
     assert {limit["patches_s"] for limit in facts["limits"]} == {None}
     assert (facts["total"]["fetched_bytes"], facts["total"]["hours"]) == (None, None)

@@ -14,53 +14,52 @@ from typing import Any
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.capacity.node import Machines, NodePlan
-from vesuvius.experiments.capacity.rates import ReadingCost, Store, measured
+from vesuvius.experiments.capacity.rates import Rates, measured
 from vesuvius.runlog.units import GIB, format_duration
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import amplified_reads, prepare_data
 from vesuvius.training.forecast.plan import first_pass_samples, reading_bytes
 
+_GIVE_UP_MINUTES = 0.5  # of an outage
+
 
 def forecast(
-    config: Config,
-    machines: Machines,
-    step_s: float | None,
-    store: Store,
-    cost: ReadingCost,
-    prices: Mapping[str, float],
+    config: Config, machines: Machines, step_s: float | None, rates: Rates, prices: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the figures of a run of `config` on these machines, by section.
 
-    Opens the volumes and measures what is unknown of `store` and `cost`.  `step_s` is the time of a step without
-    waiting for data, communication included.  `prices`: of a `gpu_hour`, `gb` (10^9 bytes fetched), `requests_1000`.
+    Opens the volumes, without their cache, and measures what is unknown of `rates`.  `step_s` is the time of a step
+    without data wait, communication included.  `prices`: of a `gpu_hour`, `gb` (10^9 bytes fetched), `requests_1000`.
 
-    Raises ConfigError: the GPUs cannot be shared evenly; DataError: a volume cannot be opened.
+    Raises ConfigError: the GPUs cannot be shared evenly; DataError: a volume cannot be opened, or not within a minute.
     """
     gpus, nodes = machines.gpus, machines.nodes
     if gpus % nodes:
         raise ConfigError(f"{gpus} GPUs cannot be shared evenly by {nodes} nodes; change --gpus or --nodes")
     config = config.with_training(ranks=gpus)
-    data = prepare_data(config.seed, config.data, world_size=gpus)
-    store, cost = measured(data, store, cost)
-    plan, node = data.plan, NodePlan(config, data, machines, store, cost)
+    minutes = min(config.data.store.outage_minutes, _GIVE_UP_MINUTES)
+    opened = config.data.with_store(outage_minutes=minutes, cache_dir=None)
+    data = prepare_data(config.seed, opened, world_size=gpus)
+    rates = measured(data, rates)
+    plan, node = data.plan, NodePlan(config, data, machines, rates)
     mean, reads, steps = node.mean, plan.reads_per_region(gpus), config.stop_step
     needed = config.global_batch / step_s if step_s else None
     limits = node.limits(needed)
-    rates = {limit["limit"]: limit["patches_s"] for limit in limits if limit["patches_s"] is not None}
-    wait = node.simulate(step_s)[1] if step_s and rates else None
+    most = {limit["limit"]: limit["patches_s"] for limit in limits if limit["patches_s"] is not None}
+    wait = node.simulate(step_s)[1] if step_s and most else None
     readers = node.readers_needed(step_s) if step_s else None
     resident_bytes, read = Resident.size_bytes(data.job), steps * config.global_batch
     if config.data.resident != "auto" and resident_bytes <= config.data.resident * GIB:
         read = min(read, first_pass_samples(config, data, node.ranks))
     regions = len(plan.mixing.slots(0, read)) * reads
     waiting = (wait or 0.0) / max(1 - (wait or 0.0), 1e-9) * read / config.global_batch  # in steps
-    hours = step_s * (steps + waiting) / 3600 if step_s else None
+    hours = step_s * (steps + waiting) / 3600 if step_s and wait is not None else None
     memory = reading_bytes(config, data, machines.cores, node.ranks)
     fetched = regions * mean.fetched_bytes or None
     bought = {
         "gpu_hour": hours and hours * gpus,
         "gb": fetched and fetched / 1e9,
-        "requests_1000": regions * mean.requests / 1000 if store.remote else None,
+        "requests_1000": regions * mean.requests / 1000 if rates.remote else None,
     }
     money = {name: None if (count := bought[name]) is None else count * price for name, price in prices.items()}
     paid = [part for part in money.values() if part is not None]
@@ -77,23 +76,23 @@ def forecast(
             "fetched_bytes": round(mean.fetched_bytes) or None,
             "requests": mean.requests,
             "index_requests": mean.indices,
-            "decode_gb_s": cost.decode_bytes_s and cost.decode_bytes_s / 1e9,
-            "compression": cost.compression,
-            "source": cost.source,
+            "decode_gb_s": rates.decode_bytes_s and rates.decode_bytes_s / 1e9,
+            "compression": rates.compression,
+            "source": rates.source,
             "warnings": amplified_reads(plan, gpus),
         },
         "store": {
-            "latency_ms": None if store.latency_s is None else 1000 * store.latency_s,
-            "request_mb_s": store.request_bytes_s and store.request_bytes_s / 1e6,
-            "node_gb_s": store.node_bytes_s and store.node_bytes_s / 1e9,
-            "requests_s": store.requests_s,
+            "latency_ms": None if rates.latency_s is None else 1000 * rates.latency_s,
+            "request_mb_s": rates.request_bytes_s and rates.request_bytes_s / 1e6,
+            "node_gb_s": rates.node_bytes_s and rates.node_bytes_s / 1e9,
+            "requests_s": rates.requests_s,
             "in_flight_per_reader": node.requests,
         },
         "limits": limits,
         "result": {
             "needed_patches_s": needed,
-            "available_patches_s": nodes * node.simulate(0.0)[0] if rates else None,
-            "first_limit": min(rates, key=rates.__getitem__, default=None),
+            "available_patches_s": nodes * node.simulate(0.0)[0] if most else None,
+            "first_limit": min(most, key=most.__getitem__, default=None),
             "data_wait_percent": None if wait is None else round(100 * wait, 2),
             "readers_needed_per_node": readers and readers * node.ranks,
             "reader_memory_bytes": sum(n * (1 if of == "Ray" else node.ranks) for of, n in memory.items()),

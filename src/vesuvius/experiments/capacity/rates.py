@@ -20,29 +20,25 @@ _READ_S, _PINGS = 2.0, 5
 
 
 @dataclass(frozen=True)
-class Store:
-    """Figures of a store."""
+class Rates:
+    """Rates of a store and of decoding."""
 
     remote: bool = True  # chunks are fetched ahead, with `data.store.requests` in flight
     latency_s: float | None = None  # of a request, without its bytes
-    request_bytes_s: float | None = None  # rate of one request
+    request_bytes_s: float | None = None  # of one request
     node_bytes_s: float | None = None  # of all requests of a node
     requests_s: float | None = None  # of all nodes
+    decode_bytes_s: float | None = None  # decoded bytes per CPU second
+    compression: float | None = None  # decoded bytes per byte fetched
+    source: str = "given"  # of the last two
 
 
 STORES = {
     # docs/scale.md names the source of each figure.
-    "s3": Store(latency_s=0.15, request_bytes_s=85e6, requests_s=5500.0),
-    "http": Store(),
-    "local": Store(remote=False, latency_s=0.0),
+    "s3": Rates(latency_s=0.15, request_bytes_s=85e6, requests_s=5500.0),
+    "http": Rates(),
+    "local": Rates(remote=False, latency_s=0.0),
 }
-
-
-@dataclass(frozen=True)
-class ReadingCost:
-    decode_bytes_s: float | None = None  # decoded bytes per CPU second
-    compression: float | None = None  # decoded bytes per byte fetched
-    source: str = "given"
 
 
 def recorded_step_s(folder: Path, patches: int) -> float:
@@ -59,31 +55,28 @@ def recorded_step_s(folder: Path, patches: int) -> float:
     return float(np.median((work_s * patches / of_rank)[counted]))
 
 
-def measured(data: PreparedData, store: Store, cost: ReadingCost) -> tuple[Store, ReadingCost]:
+def measured(data: PreparedData, rates: Rates) -> Rates:
     """Measure what is unknown: the latency by reading metadata, the cost of reading by reading a few regions."""
     volume = data.volumes[0]
-    if store.latency_s is None and volume.source.remote:
+    if rates.latency_s is None and volume.source.remote:
         times_s = list[float]()
         for _ in range(_PINGS):
             began = time.perf_counter()
             volume.source.get(volume.node.key, cached=False)
             times_s.append(time.perf_counter() - began)
-        store = replace(store, latency_s=statistics.median(times_s))
-    if cost.decode_bytes_s is None or cost.compression is None:
+        rates = replace(rates, latency_s=statistics.median(times_s))
+    if rates.decode_bytes_s is None or rates.compression is None:
         try:
-            found = reading_cost(data.job)
+            decode_bytes_s, compression, source = _reading_cost(data.job)
         except DataError as error:
-            return store, replace(cost, source=f"not measured: {one_line(error)}")
-        rates = cost.decode_bytes_s or found.decode_bytes_s, cost.compression or found.compression
-        cost = replace(found, decode_bytes_s=rates[0], compression=rates[1])
-    return store, cost
+            return replace(rates, source=f"not measured: {one_line(error)}")
+        decode_bytes_s, compression = rates.decode_bytes_s or decode_bytes_s, rates.compression or compression
+        rates = replace(rates, decode_bytes_s=decode_bytes_s, compression=compression, source=source)
+    return rates
 
 
-def reading_cost(job: ReaderJob) -> ReadingCost:
-    """Read regions of the plan for about two seconds, at least two.  CPU time counts.
-
-    Raises DataError: they cannot be read.
-    """
+def _reading_cost(job: ReaderJob) -> tuple[float | None, float | None, str]:
+    """Read regions of the plan for about two seconds, at least two.  Raises DataError: they cannot be read."""
     reader, began, cpu_s, totals = Reader(job, 1), time.monotonic(), 0.0, ReaderTotals()
     try:
         for slot in itertools.count():
@@ -98,6 +91,9 @@ def reading_cost(job: ReaderJob) -> ReadingCost:
         reader.close()
     regions = f"{totals.blocks} regions of {Path(job.data.volumes[0].path).name}"
     if not totals.bytes_fetched:
-        return ReadingCost(source=f"not measured: no chunk of {regions} is stored")
-    rates = totals.bytes_read / max(cpu_s, 1e-9), totals.bytes_read / totals.bytes_fetched
-    return ReadingCost(*rates, f"measured here, on {regions}")
+        return None, None, f"not measured: no chunk of {regions} is stored"
+    return (
+        totals.bytes_read / max(cpu_s, 1e-9),
+        totals.bytes_read / totals.bytes_fetched,
+        f"measured here, on {regions}",
+    )
