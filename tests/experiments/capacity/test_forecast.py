@@ -101,6 +101,8 @@ def test_where_readers_are_not_the_limit_no_number_of_them_is_named(
         store = ("--store", "http", "--latency-ms", "10", "--requests-s", requests_s)
         return planned(capsys, config, "--gpus", 2, "--step-s", "0.1", *GIVEN, *store, "training.workers=1")
 
+    millions = ("--step-s", "1e-6", "--store", "http", "--latency-ms", "1000")
+    assert planned(capsys, config, "--gpus", 1, *millions)["result"]["readers_needed_per_node"] is None
     few, many = planned_with(2), planned_with(2000)
     assert few["result"]["first_limit"] == "requests/s"
     assert few["result"]["readers_needed_per_node"] is None
