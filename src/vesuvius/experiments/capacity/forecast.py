@@ -6,7 +6,6 @@ Regions, requests and bytes follow from the plan of the run.  Unknown rates limi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -61,12 +60,17 @@ def forecast(
         "gb": fetched and fetched / 1e9,
         "requests_1000": regions * mean.requests / 1000 if rates.remote else None,
     }
-    money = {name: None if (count := bought[name]) is None else count * price for name, price in prices.items()}
-    paid = [part for part in money.values() if part is not None]
+    cost = {name: None if (count := bought[name]) is None else count * price for name, price in prices.items()}
+    if cost:
+        cost["sum"] = None if None in cost.values() else sum(part or 0.0 for part in cost.values())
     facts = {
-        "run": asdict(machines)
-        | {"readers_per_node": node.readers * node.ranks, "patches_per_step": config.global_batch}
-        | {"steps": steps, "step_s": step_s},
+        "run": {
+            **asdict(machines),
+            "readers_per_node": node.readers * node.ranks,
+            "patches_per_step": config.global_batch,
+            "steps": steps,
+            "step_s": step_s,
+        },
         "reading": {
             "patches_per_region": plan.patches_per_region,
             "regions_in_flight": plan.regions_in_flight,
@@ -75,7 +79,6 @@ def forecast(
             "decoded_bytes": round(mean.decoded_bytes),
             "fetched_bytes": round(mean.fetched_bytes) or None,
             "requests": mean.requests,
-            "index_requests": mean.indices,
             "decode_gb_s": rates.decode_bytes_s and rates.decode_bytes_s / 1e9,
             "compression": rates.compression,
             "source": rates.source,
@@ -103,11 +106,10 @@ def forecast(
             "decoded_bytes": round(regions * mean.decoded_bytes),
             "fetched_bytes": fetched and round(fetched),
             "requests": round(regions * mean.requests),
-            "index_requests": round(regions * mean.indices),
             "hours": hours,
             "time": hours and format_duration(3600 * hours),
         },
-        "cost": money | ({"sum": math.fsum(paid) if len(paid) == len(money) else None} if money else {}),
+        "cost": cost,
     }
     rounded: dict[str, Any] = json.loads(json.dumps(facts), parse_float=lambda text: float(f"{float(text):.4g}"))
     return rounded

@@ -45,7 +45,6 @@ class Means:
     decoded_bytes: float
     fetched_bytes: float  # 0 = unknown
     requests: float  # with those for indices
-    indices: float  # of shards
 
 
 class NodePlan:
@@ -81,7 +80,7 @@ class NodePlan:
         chunks, requests, indices, decoded_bytes, fetched_bytes = np.mean(sums, axis=0).tolist()
         busiest = float(np.mean([max(a.requests + a.indices for a in load) for load in loads]))
         patches = plan.patches_per_region / plan.reads_per_region(machines.gpus)
-        self.mean = Means(patches, decoded_bytes, fetched_bytes, requests + indices, indices)
+        self.mean = Means(patches, decoded_bytes, fetched_bytes, requests + indices)
         # Seconds in which a reader decodes a region, and fetches it with as many requests in flight as it may have.
         self._decode_s = decoded_bytes / self.setup.decode_bytes_s
         self._requests_max = max(self.setup.staged * busiest, 1.0)
