@@ -149,6 +149,20 @@ def test_blurred_samples_are_detected_by_spectrum_and_classifier() -> None:
         assert found[key].differs
 
 
+def test_independent_patches_against_real_ones_in_groups_differ_as_often_as_the_level_says() -> None:
+    """Sides with other numbers of patches would have other distances, which grow as patches get fewer."""
+    told, rng = 0, np.random.default_rng(4)
+    groups = np.arange(48), rng.integers(16, size=48)
+    sides = np.stack([np.arange(96) < 48, *permutations(*groups)])
+    for _ in range(100):
+        shared = rng.standard_normal((16, 3))[groups[1]]
+        values = np.concatenate([rng.standard_normal((48, 3)), 0.6 * shared + 0.8 * rng.standard_normal((48, 3))])
+        far = [abs(1.0 * each @ values) / each.sum(1)[:, None] for each in (sides, ~sides)]
+        difference = far[0] - far[1]
+        told += min(family_p(difference[0], difference[1:])) < 0.05
+    assert told < 12, "of 100; 55 with as many groups instead of patches"
+
+
 def test_some_metric_of_a_family_differs_at_the_nominal_rate_for_grouped_patches() -> None:
     """Three moments of 30 and 20 groups of three patches that are alike.
 

@@ -141,18 +141,22 @@ def compare(
 
 
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
-    """Swap the groups of two sets at random, with as many groups on each side as before.
+    """Swap the groups of two sets at random, with as many patches on each side as before, or nearly.
 
-    `one` and `other` have the group of each patch.  Yields which patches are on the first side, bool [len(one) +
-    len(other)]; nothing if there are too few groups for significance at `LEVEL`.
+    Distances are larger for fewer patches, so sides of other sizes could not be compared.  `one` and `other` have the
+    group of each patch.  Yields which patches are on the first side, bool [len(one) + len(other)]; nothing if there
+    are too few groups for significance at `LEVEL`.
     """
     first = np.unique(one, return_inverse=True)[1]
     count = int(first.max()) + 1
     group = np.concatenate([first, np.unique(other, return_inverse=True)[1] + count])
     total, rng = int(group.max()) + 1, np.random.default_rng(0)
     if math.comb(total, count) * LEVEL > 2:
+        sizes = np.bincount(group)
         for _ in range(_EXCHANGES):
-            yield rng.permutation(total)[group] < count
+            order = rng.permutation(total)
+            enough = int(abs(np.cumsum(sizes[order]) - len(one)).argmin()) + 1
+            yield np.argsort(order)[group] < enough
 
 
 def family_p(found: Sequence[float] | Floats, by_chance: Sequence[Sequence[float]] | Floats) -> list[float]:
