@@ -136,7 +136,7 @@ class NodePlan:
         return rows
 
     def _load(self, visit: Visit) -> tuple[ArrayLoad, ...]:
-        """What a reader fetches and decodes for a visit, of each array; chunks of staged regions are fetched once."""
+        """Return the need of a visit for each array; chunks of staged regions are fetched once."""
         loads, volumes = [], self._data.plan.volumes
         share = volumes[visit.entry].weight / math.fsum(volume.weight for volume in volumes)
         for position in range(len(self._data.arrays[visit.volume])):

@@ -21,7 +21,7 @@ Process = Generator["float | _Signal", None, None]
 
 @dataclass(frozen=True)
 class ArrayLoad:
-    """What a reader fetches and decodes of one array for a region."""
+    """Bytes and requests of one array that a reader fetches and decodes for a region."""
 
     chunks: int
     requests: int  # for chunks and whole shards
