@@ -19,12 +19,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from machine import served
 
 from vesuvius.config import Config
 from vesuvius.config.load import parse_stored
@@ -161,18 +161,6 @@ def reading_cpu_s() -> float:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     threads = psutil.Process().threads()
     return sum(each.user_time + each.system_time for each in threads if names.get(each.id) in ("reader", "fetch"))
-
-
-@contextmanager
-def served(folder: Path, latency_ms: float) -> Iterator[str]:
-    server = Path(__file__).parents[2] / "tests" / "support" / "chunk_server.py"
-    command = [sys.executable, str(server), str(folder), "--latency-ms", str(latency_ms), "--with-parent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
 
 
 if __name__ == "__main__":

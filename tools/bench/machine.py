@@ -1,4 +1,4 @@
-"""Describe the machine that a figure was measured on."""
+"""The machine that a figure was measured on, and a slow server on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,19 @@ def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
         "machine": {"cpu": cpu[0] if cpu else "?", "cores": len(os.sched_getaffinity(0)), "memory_gib": memory[0]},
         "versions": versions,
     }
+
+
+@contextlib.contextmanager
+def served(folder: Path, latency_ms: float) -> Iterator[str]:
+    """Serve a folder over HTTP, with a delay of each answer; yield the address."""
+    server = Path(__file__).parents[2] / "tests" / "support" / "chunk_server.py"
+    command = [sys.executable, str(server), str(folder), "--latency-ms", str(latency_ms), "--with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 def _lines(path: str) -> list[str]:

@@ -21,8 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
 # The trainer takes one core, as one that drives a GPU does, and leaves the others to readers and server.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from machine import served
 from pairs import ratios, spread, turns
 
 from vesuvius.config import Config
@@ -78,7 +78,8 @@ def main() -> None:
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     grid = Path(f"grid_{arguments.latency_ms:g}_ms.json")
-    with _served(folder, arguments.latency_ms) as url:
+    _write_volume(folder)
+    with served(folder, arguments.latency_ms) as url:
         os.chdir(folder)
         Path("bench.yaml").write_text(_CONFIG.format(url=url), encoding="utf-8")
         config = read_config(Path("bench.yaml"))
@@ -88,20 +89,11 @@ def main() -> None:
         _compare(config, tunes, json.loads(grid.read_text(encoding="utf-8")), arguments.repeats)
 
 
-@contextmanager
-def _served(folder: Path, latency_ms: float) -> Iterator[str]:
+def _write_volume(folder: Path) -> None:
     volume = folder / "scroll.zarr"
     if not volume.exists():
         command = [sys.executable, "-m", "vesuvius", "volume", "synth", str(volume), "--shape", "256,256,256"]
         subprocess.run([*command, "--chunk", "32"], check=True)
-    server = Path(__file__).parents[2] / "tests" / "support" / "chunk_server.py"
-    command = [sys.executable, str(server), str(folder), "--latency-ms", str(latency_ms), "--with-parent"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
 
 
 def _tune() -> tuple[str, float]:
