@@ -13,10 +13,13 @@ number of steps with
     warped   aug, half of the patches from elastically warped copies of the boxes (scan and labels)
     pairs    aug, half of the patches from scans that a diffusion model generated from the labels of `warped`
     changed  as pairs, from labels that `vesuvius volume relabel` would write
+    guessed  aug, half of the patches from unlabeled scans with the walls that a U-Net of `aug` finds there
+    redrawn  as pairs, from tiles of these walls
     all      aug, with labels everywhere in the training part, in patches with as many walls as the boxes
 
 The diffusion model is pretrained on the scan of the training part and on the unlabeled volumes, then trained on the
-boxes with labels; it sees neither scan nor labels of the other parts.  The thresholds of walls and of the watershed
+boxes with labels; it sees neither scan nor labels of the other parts.  With --guess, the walls of `guessed` are its
+labels outside of the boxes (You et al. 2023, arXiv:2302.10586).  The thresholds of walls and of the watershed
 are those that suit the validation part best.  A seed sets the U-Net, its patches and their jitter.  The same command
 continues after a stop; `--table` prints the results so far.
 """
@@ -48,13 +51,14 @@ from vesuvius.commands import sample
 from vesuvius.volume_tools.relabel import Changes, change_labels, displacement, moved
 
 PATCH = 32  # edge of the patches of both networks and of a generated tile; the gap between the parts
-ARMS = ("real", "aug", "warped", "pairs", "changed", "all")
+ARMS = ("real", "aug", "warped", "pairs", "changed", "guessed", "redrawn", "all")
 COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3
 UNLABELED, CLASSES = 3, 4  # classes: 0 inside of a body, 1 next to another body, 2 background
 INTENSITIES = {"low": 60.0, "high": 205.0}  # mapped to -1 and +1 in the diffusion model
 MODEL_STEPS, STEPS = (4000, 800), 800  # of the diffusion model without labels, then with boxes; of the segmenter
 SAMPLER_STEPS, PAIRS = 16, 48
 GUIDANCE = 1.5
+GUESSED, CONTEXT = 96, 16  # slices of each unlabeled scan with guessed walls; more around the slab that is predicted
 WARP = 1.5  # root mean square displacement of a warped copy, voxels
 DEFORM, BEND = 2.0, 2.0  # of changed labels
 BATCH, WIDTHS, RATE = 2, (8, 32, 64), 4e-3  # of the segmenter
@@ -154,6 +158,11 @@ def predict(network: nn.Module, scan: Floats) -> Floats:
     return found[0, 0][tuple(slice(size) for size in scan.shape)].numpy()
 
 
+def best_edge(probability: Floats, walls: Floats) -> float:
+    """Return the threshold of walls with the highest Dice."""
+    return max(np.arange(0.1, 0.91, 0.05), key=lambda level: fibsem.dice(probability > level, walls > 0))
+
+
 def segment(probability: Floats, threshold: float) -> Labels:
     """Return bodies from 1 on: components below a threshold, and the watershed of the probability from them."""
     labels, count = ndimage.label(probability < threshold)
@@ -163,7 +172,9 @@ def segment(probability: Floats, threshold: float) -> Labels:
     return ndimage.watershed_ift((255 * probability).astype(np.uint8), seeds)
 
 
-def train_model(out: Path, unlabeled: Sequence[str], model_steps: Sequence[int], boxes: int = 0) -> Path:
+def train_model(
+    out: Path, unlabeled: Sequence[str], model_steps: Sequence[int], boxes: int = 0, guessed: Sequence[Path] = ()
+) -> Path:
     """Train a diffusion model without labels, or from its weights with labeled boxes; return the checkpoint."""
     steps = model_steps[boxes > 0]
     checkpoint = out / "runs" / "model" / "checkpoints" / f"step_{steps:08}"
@@ -173,8 +184,11 @@ def train_model(out: Path, unlabeled: Sequence[str], model_steps: Sequence[int],
     for number, path in enumerate(unlabeled):
         shape, condition = vesuvius.open_volume(path).shape_zyx, out / f"unlabeled{number}.zarr"
         form = {"dtype": "u1", "chunks": (PATCH,) * 3, "fill_value": UNLABELED, "overwrite": True}
-        with zarr.config.set({"array.write_empty_chunks": True}):
-            zarr.create_array(condition, shape=shape, **form)[:1, :1, :1] = UNLABELED
+        if guessed:
+            condition = guessed[number]
+        else:
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                zarr.create_array(condition, shape=shape, **form)[:1, :1, :1] = UNLABELED
         volumes.append({"path": path, "condition": {"path": str(condition)}, "weight": 1 / len(unlabeled)})
     for number in range(boxes):
         names = {"path": f"box{number}.zarr", "condition": {"path": f"box{number}.labels.zarr"}}
@@ -227,7 +241,7 @@ class Study:
         self.voxels, self.ids = (vesuvius.open_volume(path)[:] for path in (arguments.scan, arguments.bodies))
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
         self.model_steps, self.steps = arguments.model_steps, arguments.steps
-        self.contact, self.within = arguments.contact, arguments.within
+        self.contact, self.within, self.guess = arguments.contact, arguments.within, arguments.guess
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
         self.boxes = choose_boxes(classes_of(self.training[1]) > 0, EDGE, max(COUNTS))
@@ -241,9 +255,11 @@ class Study:
         ids = self.ids[at].astype(np.int32)
         return self.voxels[at], ids if name == "train" else fibsem.components(ids)
 
+    def scaled(self, voxels: NDArray[np.uint8]) -> Floats:
+        return ((voxels - self.mean) / self.deviation).astype(np.float32)
+
     def source(self, labeled: Labeled) -> Source:
-        voxels, ids = labeled
-        return ((voxels - self.mean) / self.deviation).astype(np.float32), (classes_of(ids) > 0).astype(np.float32)
+        return self.scaled(labeled[0]), (classes_of(labeled[1]) > 0).astype(np.float32)
 
     def labeled(self, count: int) -> list[Labeled]:
         """Return N boxes, and write them for the diffusion model."""
@@ -265,11 +281,51 @@ class Study:
 
     def generate(self, count: int, labels: Path, tiles: int = 0) -> NDArray[np.uint8]:
         """Generate a scan with the model for N boxes: from tiles of a row, or from all labels in one piece."""
-        checkpoint = train_model(self.out / f"n{count}", self.unlabeled, self.model_steps, count)
+        guessed = self.guesses(count) if self.guess else ()
+        checkpoint = train_model(self.out / f"n{count}", self.unlabeled, self.model_steps, count, guessed)
         return generate(checkpoint, labels, tiles)
+
+    def guesses(self, count: int) -> list[Path]:
+        """Return label volumes of the unlabeled scans: the walls that a U-Net of `aug` finds in their first slices."""
+        paths = [self.out / f"n{count}" / f"guessed{number}.zarr" for number in range(len(self.unlabeled))]
+        if not all(path.exists() for path in paths):
+            boxes = [self.source(each) for each in self.labeled(count)]
+            network, _ = train_segmenter(boxes, [], self.steps, SEEDS, "aug")  # of a seed that no arm has
+            scan, walls = self.source(self.part("validation"))
+            edge = best_edge(predict(network, scan), walls)
+            for path, scan in zip(paths, map(vesuvius.open_volume, self.unlabeled), strict=True):
+                classes = np.full(scan.shape_zyx, UNLABELED, np.uint8)
+                for at in range(0, min(GUESSED, len(classes)), PATCH):
+                    first, last = max(0, at - CONTEXT), min(at + PATCH, GUESSED, len(classes))
+                    found = predict(network, self.scaled(scan[first : last + CONTEXT]))[at - first :][: last - at]
+                    classes[at:last] = found > edge
+                write_array(path, classes)
+        return paths
+
+    def unlabeled_tiles(self, count: int, whole: bool) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Return the unlabeled scans and their guessed walls, or PAIRS tiles of them."""
+        paths, rng = self.guesses(count), np.random.default_rng(11)
+        scans = [vesuvius.open_volume(path)[:GUESSED] for path in self.unlabeled]
+        pairs = [(scan, zarr.open_array(path)[: len(scan)]) for scan, path in zip(scans, paths, strict=True)]
+        if whole:
+            return pairs
+        found = []
+        for number in range(PAIRS):
+            scan, walls = pairs[number % len(pairs)]
+            at = tuple(slice(start, start + PATCH) for start in (rng.integers(n - PATCH + 1) for n in scan.shape))
+            found.append((scan[at], walls[at]))
+        return found
 
     def drawn(self, count: int, arm: str) -> list[Source]:
         """Return PAIRS tiles of an arm; generate them first if need be."""
+        if arm in ("guessed", "redrawn"):
+            tiles = self.unlabeled_tiles(count, whole=arm == "guessed")
+            if arm == "redrawn":
+                if not (path := self.out / f"n{count}" / "redrawn.zarr").exists():
+                    write_array(path, np.concatenate([walls for _, walls in tiles], 2))
+                scans = np.split(self.generate(count, path, PAIRS), PAIRS, 2)
+                tiles = [(scan, walls) for scan, (_, walls) in zip(scans, tiles, strict=True)]
+            return [(self.scaled(scan), walls.astype(np.float32)) for scan, walls in tiles]
         tiles, labels = self.tiles(count, "changed" if arm == "changed" else "warped")
         if arm != "warped":
             scans = np.split(self.generate(count, labels, PAIRS), PAIRS, 2)
@@ -278,7 +334,7 @@ class Study:
 
     def measure(self, count: int, arm: str, seed: int) -> dict[str, Any]:
         """Train a U-Net; choose thresholds on the validation part; return the figures of the test part."""
-        started, drawn = time.process_time(), self.drawn(count, arm) if arm in ARMS[2:5] else []
+        started, drawn = time.process_time(), self.drawn(count, arm) if arm in ARMS[2:-1] else []
         real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
         network, loss = train_segmenter(real, drawn, self.steps, seed, arm)
         torch.save(network.state_dict(), self.out / f"{arm}-n{count}-seed{seed}.pt")
@@ -287,7 +343,7 @@ class Study:
             scan, walls = self.source(self.part(part))
             found, ids = predict(network, scan), self.part(part)[1]
             if part == "validation":
-                edge = max(np.arange(0.1, 0.91, 0.05), key=lambda level: fibsem.dice(found > level, walls > 0))
+                edge = best_edge(found, walls)
                 low = min(SEED_THRESHOLDS, key=lambda low: fibsem.adapted_rand_error(ids, segment(found, low)))
             bodies = segment(found, low)
             splits, merges = fibsem.variation_of_information(ids, bodies)
@@ -354,6 +410,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the segmenter")
+    parser.add_argument("--guess", action="store_true", help="train the diffusion model with guessed walls, too")
     parser.add_argument("--contact", type=float, default=0, help="share of bodies that `changed` brings together")
     parser.add_argument("--within", type=int, metavar="VOXELS", help="count fused bodies with gaps up to this")
     parser.add_argument("--picture", metavar="PNG", help="of the last N, once `pairs` has its seed 0")
@@ -364,6 +421,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
+        settings |= {"guess": True} if args.guess else {}
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
         if (old := json.loads(path.read_text())) != json.loads(json.dumps(settings)):
