@@ -376,8 +376,10 @@ def table(out: Path) -> list[str]:
     """Return means over seeds, and differences to `aug` of the same seed with two standard errors."""
     rows = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
     known = {(row["count"], row["arm"], row["seed"]): row for row in rows}
-    lines = ["| N | arm | Dice | adapted Rand | splits | merges | Dice less aug's | Rand less aug's | fused | seeds |"]
-    lines.append("| --- " * 10 + "|")
+    lines = [
+        "| N | arm | Dice | adapted Rand | splits | merges | Dice less aug's | Rand less aug's | fused | fused, %, less warped's | seeds |"
+    ]
+    lines.append("| --- " * 11 + "|")
     for count, arm in ((count, arm) for count in sorted(COUNTS) for arm in ARMS):
         own = [known[count, arm, seed] for seed in range(SEEDS) if (count, arm, seed) in known]
         if not own:
@@ -389,8 +391,16 @@ def table(out: Path) -> list[str]:
         cells += [interval([a["rand"] - b["rand"] for a, b in pairs], 3)]
         fused = np.sum([row["fusions"] for row in own if "fusions" in row], axis=0)
         cells += [", ".join(f"{n}/{of}" for n, of in fused) if np.ndim(fused) else "-"]
+        pairs = [(row, known[key]) for row in own if (key := (count, "warped", row["seed"])) in known]
+        cells += [interval([fused_share(a) - fused_share(b) for a, b in pairs if "fusions" in a], 1) or "-"]
         lines.append(f"| {count} | {arm} | {' | '.join(cells)} | {len(own)} |")
     return lines
+
+
+def fused_share(row: dict[str, Any]) -> float:
+    """Return the percentage of fused bodies among the pairs with gaps up to --within."""
+    fused, pairs = np.sum(row["fusions"], axis=0)
+    return float(100 * fused / pairs)
 
 
 def interval(values: Sequence[float], digits: int) -> str:
