@@ -141,6 +141,8 @@ def test_a_box_is_read_where_it_is_inside_and_padded_elsewhere() -> None:
 def test_tiles_that_cannot_cover_a_volume_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"A volume of 4x8x8 is smaller than a training patch \(8x8x8\)"):
         even_tiling((4, 8, 8), (8, 8, 8), 0.5)
+    with pytest.raises(ConfigError, match="has an axis above 10000000 voxels"):  # whose tiles would fill the memory
+        even_tiling((8, 8, 10**13), (8, 8, 8), 0.5)
     with pytest.raises(ConfigError, match=r"--overlap 0\.9 is not between 0 and 0\.75"):
         even_tiling((8, 8, 8), (8, 8, 8), 0.9)
     with pytest.raises(ConfigError, match="overlap 1 is not at least 0 and below 1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from contextlib import chdir
 from fractions import Fraction
@@ -122,6 +123,8 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
         ): "--shape and --condition do not match: 32x80x47 and 16x40x24;",
         ("fine", "16,40,24", "scan.zarr@1"): ": 16x40x24 and 16x40x24;",
     }
+    assert draws("fine", "scaled.zarr", "--condition", "scan.zarr@0", "--box", "0:16,0:40,0:16", "--dry-run") == 0
+    assert "make voxels of 4x4x4 um, but the model was trained on 8x8x8 um" in capsys.readouterr().err
     for (run, shape, condition), message in refused.items():
         assert draws(run, "none.zarr", "--shape", shape, "--condition", condition) == 2
         assert message in capsys.readouterr().err
@@ -156,10 +159,17 @@ def test_with_context_a_volume_depends_on_the_voxels_around_its_box() -> None:
     assert records[2] != records[3], "a window sees it"
 
 
-def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_beyond_the_volume() -> None:
+def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_beyond_the_volume(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     draw = ("around.zarr", "--coarse", "coarse", "--shape", ",".join(map(str, FINE)))
+    assert draws("around", *draw, "--dry-run") == 0
+    expected = re.findall(r"(\S+): volume (\S+):", capsys.readouterr().out)
+    assert not list(Path().glob("around*zarr*"))
     assert draws("around", *draw) == 0
     coarse = voxels("around.coarse.zarr/0")
+    drawn_first = "x".join(map(str, coarse.shape))
+    assert expected == [("around.coarse.zarr", drawn_first), ("around.zarr", "x".join(map(str, FINE)))]
     assert coarse.shape == tuple(-(-size // 2) + 2 * (patch // 4) for size, patch in zip(FINE, PATCH, strict=True))
     margin = [patch // 4 for patch in PATCH]
     box = ",".join(f"{2 * more}:{2 * more + size}" for more, size in zip(margin, FINE, strict=True))
@@ -184,6 +194,9 @@ def test_coarse_first_is_refused_before_it_draws_and_takes_no_settings_of_a_guid
     shape = ",".join(map(str, FINE))
     assert draws("around", "folder", "--coarse", "coarse", "--shape", shape) == 2
     assert "does not end in .zarr" in capsys.readouterr().err
+    for coarse, message in (("none", "=none is neither"), ("fine", ": --condition is missing, but the model")):
+        assert draws("around", "folder.zarr", "--coarse", coarse, "--shape", shape) == 2
+        assert re.search(f"ERROR --coarse.*{message}", capsys.readouterr().err)
     assert not list(Path().glob("folder*"))
     (newest,) = Path("runs/around/checkpoints").glob("step_*")
     shutil.copytree(newest, "earlier")

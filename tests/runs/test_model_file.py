@@ -276,6 +276,18 @@ VOLUME = {
     "validation": None,
 }
 
+LARGE = VOLUME | {"shape_zyx": [99, 99, 99], "train": [[0, 0, 0], [99, 99, 99]]}
+
+
+def test_a_network_of_terabytes_is_refused_before_it_takes_memory(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_checkpoint_info(model).config.model_dump(mode="json")
+    config["model"] |= {"channels": [8, 2**20], "attention_heads": 0}
+    path = changed(model, tmp_path / "large.safetensors", config=config)
+    assert sample.main(["--checkpoint", str(path), "--count", "1", "--out", str(tmp_path / "out")]) == 6
+    assert "do not fit the network of their config" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("keys", "words"),
@@ -294,6 +306,13 @@ VOLUME = {
         ({"step": "x"}, "Cannot read the model"),
         ({"config": 3}, "Cannot read the model"),
         ({"config": {"name": 3}}, "name"),
+        ({"intensities": [[0, 1], [0, 1]]}, "contradicts itself"),
+        ({"condition_intensities": [[0, 1]]}, "contradicts itself"),
+        ({"volumes": [VOLUME, VOLUME]}, "contradicts itself"),
+        ({"volumes": [VOLUME]}, "contradicts itself: patches of 8x16x16 in z 0:9, y 0:9, x 0:9 of 9x9x9 voxels"),
+        ({"volumes": [LARGE | {"train": [[0, 0, 9], [99, 99, 100]]}]}, "contradicts itself: patches"),
+        ({"volumes": [LARGE | {"condition_factors": ["0"] * 3}]}, "contradicts itself: condition factors"),
+        ({"spectrum": {"mean": 0, "std": 1, "size_x": 17}}, "contradicts itself: a spectrum"),
     ],
 )
 def test_a_model_of_another_format_or_with_nonsense_is_refused_with_its_path(

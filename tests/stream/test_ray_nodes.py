@@ -158,13 +158,17 @@ def test_a_node_that_hangs_is_asked_once_and_again_when_it_has_answered(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_head_is_gone_after_failures_not_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_gone_after_failures_not_after_a_suspension_and_the_first_failure_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray's C++ core may end the process after any failure."""
     now = [1000.0]
     monkeypatch.setattr(nodes_module.time, "monotonic", lambda: now[0])
     check = HeadCheck()
     real, check._address = check._address, "127.0.0.1:1"
     for now[0] in (1300.0, 1329.0):  # suspended for minutes, and the first try fails
         check()
+        assert caplog.text.count("The head of Ray at 127.0.0.1:1 does not answer") == 1
     now[0], check._address = 1340.0, real
     check()
     now[0], check._address = 1350.0, "127.0.0.1:1"

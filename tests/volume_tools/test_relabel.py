@@ -131,6 +131,8 @@ def test_deformation_keeps_ids_classes_and_topology(changes: Changes) -> None:
 def test_a_map_that_folds_is_refused() -> None:
     with pytest.raises(ConfigError, match="fold the labels; lower them"):
         change_labels(None, cells(32), Changes(deform=8, deform_length=8), 0)
+    with pytest.raises(ConfigError, match="fold the labels; lower them"):  # in a plane, too
+        change_labels(None, cells(32)[:1], Changes(deform=8, deform_length=8), 0)
 
 
 def test_thickening_grows_into_free_voxels_only() -> None:
@@ -341,6 +343,8 @@ def test_what_cannot_be_changed_is_refused_and_nothing_written(
         ((stack[0], out, "--instances", stack[1], "--boundary"), "remove one of them"),
         ((stack[0], out, "--box=0:8,0:8,30:40"), "is not inside"),
         ((stack[1], out, "--boundary", "--deform=9", "--deform-length=6"), "would fold"),
+        ((stack[1], out, "--boundary", "--deform=1e300"), "--deform 1e+300 is not between 0 and 10000"),
+        ((stack[1], out, "--boundary", "--deform=1", "--deform-length=1e-9"), "--deform-length 1e-09 is not between"),
     ):
         assert relabel(*arguments) == 2
         assert message in capsys.readouterr().err

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
-from vesuvius.commands.cli import Parser, as_command, full_path, positive, positive_number
+from vesuvius.commands.cli import Parser, as_command, full_path, number_from_0, positive, positive_number
 from vesuvius.commands.volume.shared import print_facts
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
     stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
     for group, options in ((stores, _RATES), (parser.add_argument_group("prices"), _PRICES)):
         for option, (_, _, meaning) in options.items():
-            group.add_argument(f"--{option}", type=positive_number, metavar="X", help=meaning)
+            may_be_0 = option.startswith(("price", "latency"))
+            kind = number_from_0 if may_be_0 else positive_number
+            group.add_argument(f"--{option}", type=kind, metavar="X", help=meaning)
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
 

@@ -187,8 +187,15 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     from vesuvius.generate.volume.inputs import InputConfig
     from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
-    from vesuvius.generate.volume.run import VolumeRequest, forecast_volume, generate_volume, with_coarse
+    from vesuvius.generate.volume.run import (
+        VolumeRequest,
+        forecast_volume,
+        forecast_with_coarse,
+        generate_volume,
+        with_coarse,
+    )
     from vesuvius.training.checkpoint.download import local_checkpoint
+    from vesuvius.training.checkpoint.format import find_checkpoint
 
     inputs = InputConfig(*(getattr(arguments, each.name) for each in fields(InputConfig)))
     options = {name: value for name in _OF_VOLUMES if (value := getattr(arguments, name)) is not None}
@@ -204,10 +211,11 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     common |= {"instances_out": instances_out}
     request, coarse = VolumeRequest(**common, **options), None
     if arguments.coarse is not None:
-        coarse, request = with_coarse(request, local_checkpoint(arguments.coarse))
+        first = find_checkpoint(local_checkpoint(arguments.coarse), "--coarse")
+        coarse, request = with_coarse(request, first)
     check_picture(request, picture)
-    if arguments.dry_run:  # of the coarse volume, which the other one would need
-        say("of --coarse alone: " * (coarse is not None) + forecast_volume(coarse or request))
+    if arguments.dry_run:
+        say(forecast_volume(request) if coarse is None else forecast_with_coarse(coarse, request))
         return EXIT_OK
     with Progress("sampling") as progress:
         if coarse is not None:

@@ -25,6 +25,7 @@ Window = Literal["sin4", "gaussian", "linear", "constant", "crop"]
 """Weight of a tile along each axis, largest in its middle; `crop` takes each voxel from the tile with the nearest
 center."""
 
+_LONGEST = 10_000_000
 _MAX_OVERLAP = 0.75
 _LEAST_OVERLAP = 4  # voxels
 _LEAST_GAUSSIAN = 1e-3  # weight at the corners of a tile, as in MONAI's sliding window
@@ -162,6 +163,8 @@ def even_tiling(shape_zyx: Triple, patch_zyx: Triple, overlap: float) -> Tiling:
             f"A volume of {format_sizes(shape_zyx)} is smaller than a training patch "
             f"({format_sizes(patch_zyx)}); increase --shape"
         )
+    if max(shape_zyx) > _LONGEST:
+        raise ConfigError(f"A volume of {format_sizes(shape_zyx)} has an axis above {_LONGEST} voxels; reduce --shape")
     if not 0 <= overlap <= _MAX_OVERLAP:
         raise ConfigError(
             f"--overlap {overlap:g} is not between 0 and {_MAX_OVERLAP} (the share of a tile "

@@ -41,6 +41,13 @@ _SPECK = 0.02  # largest share of an instance in a part that rounding cut off, w
 _LEAST_RADIUS = 24.0  # voxels of the bump that a sheet is moved by
 _TRIES = 20  # places tried for each tear
 _TEAR_WIDTH = 4.0
+_VOXELS = 10_000
+_RANGES = {
+    **dict.fromkeys(("deform", "bend", "within"), (0, _VOXELS)),
+    "deform_length": (1, _VOXELS),
+    "contact": (0, 1),
+    "thicken": (-100, 100),
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,10 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
     """
     given = instances if classes is None else classes
     assert given is not None
-    for name, low, high in (("contact", 0, 1), ("thicken", -100, 100)):
+    for name, (low, high) in _RANGES.items():
         if not low <= (value := getattr(changes, name)) <= high:
-            raise ConfigError(f"--{name} {value:g} is not between {low} and {high}; change it")
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {value:g} is not between {low} and {high}; change it")
     if needing := [name for name in ("thicken", "tear", "contact") if instances is None and getattr(changes, name)]:
         raise ConfigError(f"--{needing[0]} changes instances, but there are only classes; add --instances VOLUME")
     if classes is not None and instances is not None and (bad := np.count_nonzero((instances != 0) & (classes == 0))):
@@ -164,6 +172,8 @@ def moved(labels: Labels, by: Displacement) -> Labels:
 
 def _check_folds(by: Displacement, changes: Changes) -> None:
     """Raise ConfigError if the map x + by(x) folds, or nearly."""
+    for axis in (axis for axis in (1, 2, 3) if by.shape[axis] == 1):
+        by = by.repeat(2, axis)
     for z in range(0, by.shape[1] - 1, _SLAB):
         part = by[:, z : z + _SLAB + 1]
         cells = (slice(None), *(slice(size - 1) for size in part.shape[1:]))

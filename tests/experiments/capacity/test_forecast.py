@@ -113,6 +113,21 @@ def test_where_readers_are_not_the_limit_no_number_of_them_is_named(
             assert (limit["raised_by"] == "enough") == (not is_first and (limit["of_needed"] or 0) >= 1.2)
 
 
+def test_a_run_that_only_waits_takes_as_long_as_its_data_and_free_bytes_cost_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = ("--step-s", "1e-9", "--store", "http", "--latency-ms", 0, "--requests-s", "1e-6", "--price-gb", 0)
+    facts = planned(capsys, config, "--gpus", 2, *GIVEN, *slow, "training.steps_per_epoch=1000")
+    patches_s = facts["result"]["available_patches_s"]
+    assert facts["total"]["hours"] == pytest.approx(2000 * 4 / patches_s / 3600, rel=0.01)
+    assert facts["cost"]["sum"] == 0
+    few_cores = planned(capsys, config, "--gpus", 8, *GIVEN, "cluster.worker_nodes=any")["reading"]["warnings"]
+    assert [text.partition(";")[0] for text in few_cores] == [
+        "the trainers of 8 GPUs take all 8 cores of a node",
+        "not simulated: cluster.worker_nodes=any",
+    ]
+
+
 def test_a_store_that_cannot_be_reached_ends_the_plan_before_an_outage_would_end_a_run(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +189,8 @@ def test_a_recorded_step_counts_without_its_data_wait_for_as_many_patches(
     ("arguments", "words"),
     [
         (["--gpus", "3", "--nodes", "2"], "3 GPUs cannot be shared evenly by 2 nodes; change --gpus or --nodes"),
+        (["--gpus", "1000000000000"], "are too many: at most 100000, 256 a node"),
+        (["--gpus", "1", "training.workers=100000"], "training.workers=100000 is too large to plan for: at most 512"),
         (["--gpus", "1", "--step-from", "/nowhere"], "/nowhere has no records of steps"),
     ],
 )

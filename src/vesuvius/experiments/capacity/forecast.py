@@ -12,7 +12,7 @@ from typing import Any
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.experiments.capacity.node import Machines, NodePlan
+from vesuvius.experiments.capacity.node import READERS_MAX, Machines, NodePlan
 from vesuvius.experiments.capacity.rates import Rates, measured
 from vesuvius.runlog.units import GIB, format_duration
 from vesuvius.stream.reading.resident import Resident
@@ -20,6 +20,8 @@ from vesuvius.stream.start.prepare import amplified_reads, prepare_data
 from vesuvius.training.forecast.plan import first_pass_samples, reading_bytes
 
 _GIVE_UP_MINUTES = 0.5  # of an outage
+# All ranks and readers of a node are simulated, for some batches.
+_GPUS_MAX, _GPUS_PER_NODE_MAX, _BATCH_MAX, _PATCHES_MAX = 100_000, 256, 4096, 10_000
 
 
 def forecast(
@@ -35,6 +37,16 @@ def forecast(
     gpus, nodes = machines.gpus, machines.nodes
     if gpus % nodes:
         raise ConfigError(f"{gpus} GPUs cannot be shared evenly by {nodes} nodes; change --gpus or --nodes")
+    if gpus > _GPUS_MAX or gpus > nodes * _GPUS_PER_NODE_MAX:
+        most_gpus = f"at most {_GPUS_MAX}, {_GPUS_PER_NODE_MAX} a node"
+        raise ConfigError(f"{gpus} GPUs on {nodes} nodes are too many: {most_gpus}; change --gpus or --nodes")
+    for key, value, most in (
+        ("training.workers", config.training.workers, READERS_MAX),
+        ("training.train_batch_size", config.training.micro_batch, _BATCH_MAX),
+        ("data.patches_per_region", config.data.patches_per_region or 1, _PATCHES_MAX),
+    ):
+        if value > most:
+            raise ConfigError(f"{key}={value} is too large to plan for: at most {most}; lower it")
     config = config.with_training(ranks=gpus)
     minutes = min(config.data.store.outage_minutes, _GIVE_UP_MINUTES)
     opened = config.data.with_store(outage_minutes=minutes, cache_dir=None)
@@ -45,14 +57,22 @@ def forecast(
     needed = config.global_batch / step_s if step_s else None
     limits = node.limits(needed)
     most = {limit["limit"]: limit["patches_s"] for limit in limits if limit["patches_s"] is not None}
-    wait = node.simulate(step_s)[1] if step_s and most else None
+    paced, wait = node.simulate(step_s) if step_s and most else (None, None)
     readers = node.readers_needed(step_s) if step_s else None
     resident_bytes, read = Resident.size_bytes(data.job), steps * config.global_batch
     if config.data.resident != "auto" and resident_bytes <= config.data.resident * GIB:
         read = min(read, first_pass_samples(config, data, node.ranks))
     regions = len(plan.mixing.slots(0, read)) * reads
-    waiting = (wait or 0.0) / max(1 - (wait or 0.0), 1e-9) * read / config.global_batch  # in steps
-    hours = step_s * (steps + waiting) / 3600 if step_s and wait is not None else None
+    reading = read / config.global_batch  # steps that wait for data
+    hours = (step_s * (steps - reading) + read / nodes / paced) / 3600 if step_s and paced else None
+    warnings = {
+        f"the trainers of {node.ranks} GPUs take all {machines.cores} cores of a node; raise --cores": (
+            machines.cores <= node.ranks
+        ),
+        "not simulated: cluster.worker_nodes=any": config.cluster.worker_nodes == "any",
+        "not simulated: data.store.cache_dir": rates.remote and config.data.store.cache_dir is not None,
+        **dict.fromkeys(amplified_reads(plan, gpus), True),
+    }
     memory = reading_bytes(config, data, machines.cores, node.ranks)
     fetched = regions * mean.fetched_bytes or None
     bought = {
@@ -82,7 +102,7 @@ def forecast(
             "decode_gb_s": rates.decode_bytes_s and rates.decode_bytes_s / 1e9,
             "compression": rates.compression,
             "source": rates.source,
-            "warnings": amplified_reads(plan, gpus),
+            "warnings": [text for text, applies in warnings.items() if applies],
         },
         "store": {
             "latency_ms": None if rates.latency_s is None else 1000 * rates.latency_s,
@@ -111,5 +131,7 @@ def forecast(
         },
         "cost": cost,
     }
-    rounded: dict[str, Any] = json.loads(json.dumps(facts), parse_float=lambda text: float(f"{float(text):.4g}"))
+    rounded: dict[str, Any] = json.loads(
+        json.dumps(facts), parse_float=lambda text: float(f"{float(text):.4g}"), parse_constant=lambda name: None
+    )
     return rounded

@@ -24,7 +24,7 @@ _REGIONS, _REGIONS_PER_READER, _CHUNKS, _BATCHES = 48, 4, 60_000, 24
 _VISITS = 1024  # for means
 _LOCAL_READS = 4  # chunks that are read ahead from a disk (`volume.py`)
 _OF_READERS = "decoding: readers", "latency"  # limits that more readers raise
-_READERS_MAX = 512  # per GPU
+READERS_MAX = 512  # per GPU
 _SPARE = 1.2  # times the need is enough
 _FEWER_BYTES = "larger data.stream_gib, data.store.cache_dir or a local copy"
 _FEWER_REQUESTS = "larger data.stream_gib, larger chunks or shards, or copies under several prefixes"
@@ -102,7 +102,7 @@ class NodePlan:
             return None
         least = max(math.ceil(step / step_s * reader_s / self.mean.patches), 1)
         tried = sorted({math.ceil(least * eighths / 8) for eighths in range(8, 25, 2)})
-        return next((n for n in tried if n <= _READERS_MAX and self.simulate(step_s, n)[1] <= _WAIT_OK), None)
+        return next((n for n in tried if n <= READERS_MAX and self.simulate(step_s, n)[1] <= _WAIT_OK), None)
 
     def limits(self, needed: float | None) -> list[dict[str, Any]]:
         """Return what each resource gives at most, by itself, and what raises it to `needed`; None = unknown."""

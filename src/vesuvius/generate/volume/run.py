@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+import zarr
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -83,6 +85,8 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 volume.write_labels()
                 return f"{out} is already complete: {shape}, generated with the same arguments"
             active = volume.active_blocks(note := folder / "live_blocks")
+            if not active:
+                log.warning("No voxel of --inpaint is missing, so it is copied; mark what to fill with --mask")
             if not has_partial(out, RECORD_KIND):
                 volume.check_space(active)
             volume.write_labels()
@@ -122,6 +126,17 @@ def forecast_volume(request: VolumeRequest) -> str:
         )
 
 
+def forecast_with_coarse(coarse: VolumeRequest, request: VolumeRequest) -> str:
+    """Describe both volumes of `with_coarse`, the second one with an empty first one.  Raises as `generate_volume`."""
+    with prepared(coarse) as volume, TemporaryDirectory() as folder:
+        if not (path := coarse.out).exists():
+            plan, path = volume.plan, Path(folder) / coarse.out.name
+            zarr.create_array(path, shape=plan.shape_zyx, chunks=plan.chunk_zyx, dtype=volume.dtype)  # metadata alone
+        inputs = replace(request.inputs, condition=ArrayConfig(path=str(path)))
+        second = forecast_volume(replace(request, inputs=inputs))
+        return f"first, {coarse.out.name}: {forecast_volume(coarse)}\nthen, {request.out.name}: {second}"
+
+
 def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest, VolumeRequest]:
     """Return the request for the coarse volume that another checkpoint draws first, and that for the volume.
 
@@ -145,6 +160,11 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
     changes: dict[str, Any] = {"overrides": overrides, "guide": None, "volume_index": 0}
     inputs = InputConfig(condition=ArrayConfig(path=str(out)), box=box_at(start, shape))
     coarse = replace(request, checkpoint=checkpoint, out=out, shape_zyx=sizes, **changes)
+    try:
+        with prepared(coarse):
+            pass
+    except ConfigError as error:
+        raise ConfigError(f"--coarse {checkpoint}: {error}") from error
     return coarse, replace(request, inputs=inputs)
 
 
@@ -163,7 +183,11 @@ class _Volume:
         # chunks of at most 128 voxels along each axis; levels down to one chunk, at most six
         levels = min(_LEVELS, levels_to_one(shape, _CHUNK))
         self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
-        scale, unit, corner = inputs.space(facts.volumes[request.volume_index].voxel_size_um)
+        trained_um = facts.volumes[request.volume_index].voxel_size_um
+        scale, unit, corner = inputs.space(trained_um)
+        if not np.allclose(scale, trained_um or scale, rtol=0.01):
+            sizes = [format_sizes(f"{um:g}" for um in each) for each in (scale, trained_um or ())]
+            log.warning("The given volumes make voxels of %s um, but the model was trained on %s um", *sizes)
         self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
         self.job = SamplingJob(
             even_tiling(shape, config.data.patch_size, request.overlap),

@@ -281,6 +281,8 @@ class HeadCheck:
             self._failed_s = math.inf
         except OSError as error:
             # From the first failure on: before it, this process may have been suspended.
+            if self._failed_s > now:  # logged at once, because Ray's C++ core may end this process at any time
+                log.warning("The head of Ray at %s does not answer (%s)", self._address, one_line(error))
             self._failed_s = min(self._failed_s, now)
             if now - self._failed_s >= self._limit_s:
                 raise VesuviusError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from operator import gt
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from vesuvius.diffusion.estimate import Condition, predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange, IntensityRanges, PreparedData
 from vesuvius.training.checkpoint.format import (
     STATE,
@@ -34,10 +36,18 @@ from vesuvius.training.checkpoint.format import (
 )
 from vesuvius.training.checkpoint.model_file import read_model_state
 from vesuvius.training.checkpoint.save import write_state
-from vesuvius.training.step.setup import AmpMode, autocast, build_network, parameter_count, resolve_amp
+from vesuvius.training.step.setup import (
+    AmpMode,
+    autocast,
+    build_meta_network,
+    build_network,
+    parameter_count,
+    resolve_amp,
+)
+from vesuvius.training.step.step import weight_problems
 from vesuvius.volumes.affine import Rows
 from vesuvius.volumes.alignment import Fractions
-from vesuvius.volumes.box import Box, triple
+from vesuvius.volumes.box import Box, format_box, is_inside, shape_of, triple
 from vesuvius.volumes.geometry import FloatTriple
 
 _LAST_WEIGHTS = "model"
@@ -102,7 +112,7 @@ class DataFacts:
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
             return cls(tuple(volumes), IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"]))
-        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "
                 "an earlier version of vesuvius; use that version, or start a new run"
@@ -165,16 +175,16 @@ class Denoiser:
         """Raises like `load_weights`, and StorageError if the weights belong to another network."""
         self._device, self._schedule = device, schedule
         self.amp: AmpMode = resolve_amp(info.config.training.amp, device)
+        found = load_weights(info.checkpoint, weights)
+        # Before the network takes memory: a config from elsewhere may name one of any size.
+        if problems := weight_problems(build_meta_network(info.config).state_dict(), found):
+            raise StorageError(
+                f"The {weights} weights of {info.checkpoint} do not fit the network of their config: {problems}; use "
+                "the version of vesuvius that trained them"
+            )
         self.network = build_network(info.config.with_training(compile=compiled), device).eval()
         self.parameters = parameter_count(self.network)
-        found = load_weights(info.checkpoint, weights)
-        try:
-            self.network.load_state_dict(found)
-        except RuntimeError as error:
-            raise StorageError(
-                f"The {weights} weights of {info.checkpoint} do not fit the network of their config: "
-                f"{one_line(error)}; use the version of vesuvius that trained them"
-            ) from error
+        self.network.load_state_dict(found)
 
     @torch.no_grad()
     def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = None) -> Tensor:
@@ -195,7 +205,28 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
         raise ConfigError(
             f"{error}\n(only keys with a `vesuvius sample` option can change for a trained model)"
         ) from error
-    return CheckpointInfo(checkpoint, state["step"], config, DataFacts.from_state(state, checkpoint))
+    data = DataFacts.from_state(state, checkpoint)
+    if is_file and (problem := _contradiction(config, data)):
+        raise StorageError(f"The model {checkpoint} contradicts itself: {problem}; copy or download it again")
+    return CheckpointInfo(checkpoint, state["step"], config, data)
+
+
+def _contradiction(config: Config, data: DataFacts) -> str:
+    """Return how the data of a model file, which anyone may have written, contradict its config; '' if not.  Pure."""
+    patch, count, spectrum = config.data.patch_size, len(config.data.volumes), data.spectrum
+    conditions = count if config.has_condition and not config.data.class_values else 0
+    described = [len(each) for each in (data.volumes, data.intensities.volumes, data.intensities.conditions)]
+    if described != [count, count, conditions]:
+        return f"{described} volumes, intensity ranges and those of conditions instead of {[count, count, conditions]}"
+    if (*spectrum.power.shape[:2], spectrum.size_x) != patch:
+        return f"a spectrum of {format_sizes(spectrum.power.shape)} frequencies for patches of {format_sizes(patch)}"
+    for volume in data.volumes:
+        shape, parts = volume.shape_zyx, [part for part in (volume.train, volume.validation) if part]
+        if bad := [part for part in parts if not is_inside(part, shape) or any(map(gt, patch, shape_of(part)))]:
+            return f"patches of {format_sizes(patch)} in {format_box(bad[0])} of {format_sizes(shape)} voxels"
+        if min(volume.condition_factors) <= 0:
+            return f"condition factors of {format_sizes(volume.condition_factors)}"
+    return ""
 
 
 def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
