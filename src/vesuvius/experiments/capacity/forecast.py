@@ -40,13 +40,13 @@ def forecast(
     if gpus > _GPUS_MAX or gpus > nodes * _GPUS_PER_NODE_MAX:
         most_gpus = f"at most {_GPUS_MAX}, {_GPUS_PER_NODE_MAX} a node"
         raise ConfigError(f"{gpus} GPUs on {nodes} nodes are too many: {most_gpus}; change --gpus or --nodes")
-    for key, value, most in (
+    for key, value, largest in (
         ("training.workers", config.training.workers, READERS_MAX),
         ("training.train_batch_size", config.training.micro_batch, _BATCH_MAX),
         ("data.patches_per_region", config.data.patches_per_region or 1, _PATCHES_MAX),
     ):
-        if value > most:
-            raise ConfigError(f"{key}={value} is too large to plan for: at most {most}; lower it")
+        if value > largest:
+            raise ConfigError(f"{key}={value} is too large to plan for: at most {largest}; lower it")
     config = config.with_training(ranks=gpus)
     minutes = min(config.data.store.outage_minutes, _GIVE_UP_MINUTES)
     opened = config.data.with_store(outage_minutes=minutes, cache_dir=None)
