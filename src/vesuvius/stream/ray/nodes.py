@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.config import DataConfig
 from vesuvius.errors import ConfigError, VesuviusError, one_line, storage_errors, warn_once
-from vesuvius.stream.reading.reading_log import STORE_REMEDY
 from vesuvius.volumes.store.objects import is_remote
 
 log = logging.getLogger(__name__)
@@ -218,28 +217,6 @@ def conflict(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     if theirs["other_folder"]:
         return f"{theirs['other_folder']} is another folder there; mount one file system at this path on all nodes"
     return None
-
-
-def check_object_stores(need_here: int, readers: int = 0, per_reader: int = 0) -> None:
-    """Log each node of a cluster whose object store may be too small; before a run, as spills come late and are slow.
-
-    Args:
-        need_here: bytes on this node.
-        readers: number of readers that may run on other nodes.
-        per_reader: bytes of each there.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        count = min(int(node["Resources"].get("CPU", 0)), readers)
-        need = need_here if node["NodeID"] == here else count * per_reader
-        size = node["Resources"].get("object_store_memory", 0)
-        if node["Alive"] and need > size:
-            warn_once(
-                "Ray's object store on node %s has %.2f GiB, but the regions of this run may take %.2f GiB there, and "
-                "what does not fit is spilled to disk; %s",
-                node_text(node),
-                *(size / 2**30, need / 2**30, STORE_REMEDY),
-            )
 
 
 def nodes_alive() -> dict[str, dict[str, Any]]:

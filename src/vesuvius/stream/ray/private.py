@@ -30,6 +30,7 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
 
 from vesuvius.errors import one_line
+from vesuvius.stream.ray.nodes import node_text
 from vesuvius.stream.reading.reading_log import ObjectStore
 
 __all__ = ["ExecutionCallback"]
@@ -39,12 +40,8 @@ def unique_node_name() -> str:
     """Host name of this machine, with Ray's id of the node if another node of the cluster has the same."""
     host, own_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alike = sum(each["Alive"] and each["NodeManagerHostname"] == host for each in nodes)
-    return _node_names(host, own_id)[alike > 1]
-
-
-def _node_names(host: str, node_id: str) -> tuple[str, str]:
-    return host, f"{host} ({node_id[:8]})"
+    alike = [each for each in nodes if each["Alive"] and each["NodeManagerHostname"] == host]
+    return next((node_text(each) for each in alike if each["NodeID"] == own_id and len(alike) > 1), host)
 
 
 def worker_exits(pid: int, node: str) -> list[dict[str, Any]]:
@@ -59,8 +56,9 @@ def worker_exits(pid: int, node: str) -> list[dict[str, Any]]:
     rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
     table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
     names = common_pb2.WorkerExitType.Name  # type: ignore[attr-defined]
-    nodes = {each["NodeID"]: each["NodeManagerHostname"] for each in ray.nodes()}  # type: ignore[no-untyped-call]
-    node_ids = {bytes.fromhex(each) for each, host in nodes.items() if node in _node_names(host, each)}
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alike = [each for each in nodes if node in (each["NodeManagerHostname"], node_text(each))]
+    node_ids = {bytes.fromhex(each["NodeID"]) for each in alike}
     return [
         {"exit_type": names(row.exit_type), "exit_detail": _detail(row.exit_detail), "exit_time": row.end_time_ms / 1e3}
         for row in table
@@ -88,16 +86,15 @@ def object_stores() -> list[ObjectStore]:
         if node["Alive"]:
             reply = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)  # type: ignore[no-untyped-call]
             stats, capacity = reply.store_stats, int(node["Resources"].get("object_store_memory", 0))
-            name = "{NodeManagerHostname} ({NodeID:.8})".format(**node)
-            stores.append(ObjectStore(name, stats.object_store_bytes_used, capacity, stats.spilled_bytes_total))
+            used, spilled = stats.object_store_bytes_used, stats.spilled_bytes_total
+            stores.append(ObjectStore(node_text(node), used, capacity, spilled))
     return stores
 
 
 def map_with_bounded_restarts(dataset: ray.data.Dataset, reader: type[Any], deaths: int, **settings: Any) -> Any:
-    """`Dataset.map_batches` with at most `deaths` restarts of an actor and retries of a task.
+    """`Dataset.map_batches` with at most `deaths` restarts of an actor and retries of a task; by default unlimited.
 
-    By default Ray Data has no limit: a task that kills its actor is retried forever.  The warning is hidden because Ray
-    2.64 will drop these arguments.
+    The warning is hidden because Ray 2.64 will drop these arguments.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")

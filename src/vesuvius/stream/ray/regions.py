@@ -18,16 +18,9 @@ import ray
 
 from vesuvius.errors import DataError, VesuviusError
 from vesuvius.plan.plan import Task
-from vesuvius.stream.options import (
-    TASKS_PER_SEGMENT,
-    StreamOptions,
-    local_ranks,
-    readers_are_local,
-    store_peak_bytes,
-    store_prefetch_bytes,
-)
+from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions, readers_are_local
 from vesuvius.stream.ray import private
-from vesuvius.stream.ray.nodes import HeadCheck, Nodes, check_object_stores, local_paths, nodes_alive
+from vesuvius.stream.ray.nodes import HeadCheck, Nodes, local_paths, nodes_alive
 from vesuvius.stream.ray.segment import ReaderLostError, Segment
 from vesuvius.stream.reading.reader import Block, ReaderJob, Region, region_in
 from vesuvius.stream.reading.reading_log import ReaderWatch, remove_logs
@@ -44,8 +37,7 @@ _END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
 class RayRegions(Iterator[Region]):
     """The regions of tasks, in order, read by `options.num_processes` Ray actors: views of the object store.
 
-    `on_spill` is called on another thread, with a log line and its data, after Ray spilled objects to disk; `on_death`
-    likewise for each reader that died: an error that it returns ends the stream.
+    `on_spill` and `on_death` as in `ReaderWatch`; an error that the latter returns ends the stream.
     """
 
     def __init__(
@@ -65,11 +57,6 @@ class RayRegions(Iterator[Region]):
         self._options, self._interrupted = options, False
         elsewhere = options.cluster.address is not None and not readers_are_local(options.cluster, job.world_size)
         self._nodes = Nodes(local_paths(job.data), poll=self._check_interrupted) if elsewhere else None
-        if options.cluster.address is not None:
-            ahead, readers = store_prefetch_bytes(job, options), options.num_processes
-            need = 5 * (store_peak_bytes(job, options) + ahead) // 4  # as `store_bytes`, which is also Ray's minimum
-            elsewhere_bytes = 5 * ahead // (2 * readers)
-            check_object_stores(local_ranks() * need, readers * job.world_size if elsewhere else 0, elsewhere_bytes)
         self._tasks = iter(tasks)
         self._segments: list[Segment] = []  # the current one and, if it has started, the next one
         self._failure: VesuviusError | None = None
@@ -154,10 +141,8 @@ class RayRegions(Iterator[Region]):
         return True
 
     def _check_nodes(self) -> None:
-        """Interrupt the executions if they wait since nodes were lost or joined, or if readers need one that joined.
-
-        Ray restarts the readers of a lost node where there is room, which may be on a node that cannot work; without
-        room it would wait for it, reading nothing.
+        """Interrupt the executions if they wait since nodes were lost or joined, or if readers need one that joined:
+        Ray would restart the readers of a lost node on any node with room, or wait for room.
         """
         if self._nodes is None or self._nodes_changed.is_set() or not self._running_on:
             return
@@ -215,9 +200,8 @@ class RayRegions(Iterator[Region]):
             segment.interrupt()
 
     def _close(self) -> None:
-        segments = tuple(self._segments)
         self._watch.close()
-        for segment in segments:
+        for segment in tuple(self._segments):
             segment.close()
 
     def _worker_died(self, text: str, fields: dict[str, Any]) -> None:
@@ -237,9 +221,9 @@ class RayRegions(Iterator[Region]):
 
     def _start_segment(self) -> None:
         if tasks := list(itertools.islice(self._tasks, TASKS_PER_SEGMENT)):
-            placement: dict[str, Any] = {}
+            placement, wanted = dict[str, Any](), self._options.num_processes
             if self._nodes is not None:
-                wanted, minutes = self._options.num_processes, self._options.cluster.rank_timeout_minutes
+                minutes = self._options.cluster.rank_timeout_minutes
                 self._num_readers = self._nodes.room(wanted, self._job.world_size, minutes)
                 placement = self._nodes.placement(unchecked=False)  # Ray restarts readers, too
                 self._running_on |= self._nodes.alive.keys()

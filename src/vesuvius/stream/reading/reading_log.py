@@ -40,7 +40,7 @@ _JOIN_S = 3.0
 _LAG_S = 1.0  # of Ray's table of processes
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0  # shorter outages end with the next retry
 _NEARLY_FULL = 0.75  # Ray spills from 0.8 on
-STORE_REMEDY = (
+_STORE_REMEDY = (
     "lower data.regions_in_flight or training.workers, or give the nodes of a cluster more (`ray start "
     "--object-store-memory=BYTES`)"
 )
@@ -48,7 +48,6 @@ STORE_REMEDY = (
 Callback = Callable[[str, dict[str, Any]], Any]
 """Takes a log line and its data."""
 Exits = Callable[[int, str], list[dict[str, Any]]]
-
 
 _node = [socket.gethostname()]
 
@@ -284,12 +283,12 @@ class ReaderWatch:
                 log.warning(
                     "Ray's object store on node %s is nearly full (%.2f of %.2f GiB); from 80 %% on it spills to disk, "
                     "which is slow; %s",
-                    *(store.node, store.used_bytes / 2**30, store.size_bytes / 2**30, STORE_REMEDY),
+                    *(store.node, store.used_bytes / 2**30, store.size_bytes / 2**30, _STORE_REMEDY),
                 )
         before, self._spilled_bytes = self._spilled_bytes, sum(store.spilled_bytes for store in stores)
         if before is not None and (spilled := self._spilled_bytes - before) > 0:
             self._on_spill(
-                f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; {STORE_REMEDY}",
+                f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; {_STORE_REMEDY}",
                 {"spilled_bytes": spilled},
             )
 
