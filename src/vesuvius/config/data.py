@@ -292,30 +292,20 @@ class DataConfig(Section):
         total = sum(Fraction(volume.weight) for volume in self.volumes)
         for number, volume in enumerate(self.volumes):
             if Fraction(volume.weight) / total < _SMALLEST_SHARE:
-                yield (
-                    f"volumes[{number}].weight {volume.weight:g} gives {volume.path} less than one region in a "
-                    "billion; raise it or remove the volume"
-                )
+                gives = f"gives {volume.path} less than one region in a billion"
+                yield f"volumes[{number}].weight {volume.weight:g} {gives}; raise it or remove the volume"
         paired = [volume.condition is not None for volume in self.volumes]
         masks = [volume.path for volume in self.volumes if volume.mask and not self.min_foreground_of(volume)]
         if masks:
-            yield (
-                f"the mask of {masks[0]} has no effect with min_foreground 0; set data.min_foreground or that of the "
-                "volume, or remove the mask"
-            )
+            yield f"the mask of {masks[0]} has no effect with min_foreground 0; raise it or remove the mask"
         if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
-            yield (
-                "condition_normalize needs a condition of intensities, but there "
-                f"{'are labels' if self.condition_classes else 'is none'}; remove data.condition_normalize"
-            )
+            found = "are labels" if self.condition_classes else "is none"
+            yield f"condition_normalize needs a condition of intensities, but there {found}; remove it"
         values = self.class_values
         if values is not None and (not values or len(set(values)) != len(values)):
             yield f"condition_classes {list(values)} are not distinct labels; list each class once"
         if values and not any(paired):
-            yield (
-                f"condition_classes is {self.condition_classes}, but no volume has a condition; add "
-                "data.volumes[].condition or remove data.condition_classes"
-            )
+            yield f"condition_classes is {self.condition_classes}, but no volume has a condition; add one or remove it"
         if len({(len(volume.images), len(volume.more_labels)) for volume in self.volumes}) > 1:
             yield "the volumes have different numbers of channels or labels; give each as many, in the same order"
         labels = [each.label for each in self.class_weights]
@@ -329,7 +319,4 @@ class DataConfig(Section):
         if all(paired) and len({each.condition.context for each in self.volumes if each.condition}) > 1:
             yield "the conditions have different contexts; set the same data.volumes[].condition.context in all"
         if any(paired) and not all(paired):
-            yield (
-                "only some volumes have a condition; give every one a data.volumes[].condition or none, or use those "
-                "with and those without it separately"
-            )
+            yield "only some volumes have a condition; give every one a data.volumes[].condition, or none"

@@ -127,10 +127,8 @@ class Config(Section):
         if problem := self.model.size_problem(self.data.patch_size):
             yield problem
         if several := [volume.path for volume in self.data.volumes if volume.channels or volume.more_labels]:
-            yield (
-                f"data.volumes[].channels and more_labels of {several[0]} are for PatchLoader: a run trains on one "
-                "channel; remove them"
-            )
+            found = f"data.volumes[].channels and more_labels of {several[0]}"
+            yield f"{found} are for PatchLoader: a run trains on one channel; remove them"
         guided = self.has_condition and self.diffusion.condition_dropout > 0
         if self.diffusion.condition_noise and (not self.data.context or self.data.condition_classes):
             yield (
@@ -143,10 +141,8 @@ class Config(Section):
                 "a condition; add data.volumes[].condition and diffusion.condition_dropout=0.1"
             )
         if 0 in self.training.checkpoint_levels and self.model.full_res_channels == 0:
-            yield (
-                "training.checkpoint_levels contains 0, the full-resolution blocks, but model.full_res_channels is 0; "
-                "remove it"
-            )
+            first = "training.checkpoint_levels contains 0, the full-resolution blocks"
+            yield f"{first}, but model.full_res_channels is 0; remove it"
         levels = len(self.model.channels)
         if any(level > levels for level in self.training.checkpoint_levels):
             yield (

@@ -55,15 +55,11 @@ class ModelConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.strides is not None and len(self.strides) != len(self.channels) - 1:
-            yield (
-                f"model.strides has length {len(self.strides)} for {len(self.channels)} levels of model.channels; it "
-                "needs one fewer than channels"
-            )
+            lengths = f"length {len(self.strides)} for {len(self.channels)} levels of model.channels"
+            yield f"model.strides has {lengths}; it needs one fewer than channels"
         if self.attention_heads and self.channels[-1] % self.attention_heads:
-            yield (
-                f"the last entry of channels, {self.channels[-1]}, is not a multiple of attention_heads "
-                f"{self.attention_heads}; change model.attention_heads"
-            )
+            last, heads = self.channels[-1], self.attention_heads
+            yield f"the last entry of channels, {last}, is not a multiple of attention_heads {heads}; change one"
 
 
 class TrainingConfig(Section):
@@ -206,28 +202,15 @@ class DiffusionConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:
-            yield (
-                f"sampler_steps {self.sampler_steps} exceed timesteps {self.timesteps}; lower diffusion.sampler_steps"
-            )
+            yield f"sampler_steps {self.sampler_steps} exceed timesteps {self.timesteps}; lower sampler_steps"
         if (self.sampler_condition_noise or 0) > self.condition_noise:
-            yield (
-                f"sampler_condition_noise {self.sampler_condition_noise:g} exceeds what training adds, "
-                f"{self.condition_noise:g}; lower it, or raise diffusion.condition_noise in a new run"
-            )
+            added = f"what training adds, {self.condition_noise:g}"
+            yield f"sampler_condition_noise {self.sampler_condition_noise:g} exceeds {added}; lower it"
         if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
-            yield (
-                f"sigma_max {self.sigma_max:g} is not above sigma_min {self.sigma_min:g}; raise diffusion.sigma_max or "
-                "set it to null"
-            )
+            yield f"sigma_max {self.sigma_max:g} is not above sigma_min {self.sigma_min:g}; raise it or set it to null"
         if (interval := self.residual_guidance_interval) and interval[0] >= interval[1]:
             yield f"residual_guidance_interval {list(interval)} is empty; give the lower noise level first"
         if self.noise == "spectral" and self.prediction != "v":
-            yield (
-                f"diffusion.prediction {self.prediction} does not work with spectral noise, which supports v only; set "
-                "diffusion.prediction=v or diffusion.noise=cosine"
-            )
+            yield f"prediction {self.prediction} does not work with spectral noise; set it to v, or noise to cosine"
         if self.noise == "spectral" and self.min_snr_gamma is not None:
-            yield (
-                f"diffusion.min_snr_gamma {self.min_snr_gamma:g} does not apply to spectral noise, whose loss weights "
-                "follow from the spectrum; set diffusion.min_snr_gamma=null"
-            )
+            yield f"min_snr_gamma {self.min_snr_gamma:g} does not apply to spectral noise; set it to null"

@@ -178,11 +178,7 @@ def _modified_ns(path: Path) -> int | None:
 
 
 def _wait(
-    config: Config,
-    result: Future[Any],
-    folder: Path,
-    stop: StopRequest,
-    check_head: Callable[[], None] = lambda: None,
+    config: Config, result: Future[Any], folder: Path, stop: StopRequest, check_head: Callable[[], None] = lambda: None
 ) -> int:
     """Print the log of rank 0, forward a stop request, return its exit code.  Raises VesuviusError: no rank runs."""
     path, minutes, is_forwarded, alive = run_dir(config).log, config.cluster.rank_timeout_minutes, False, None

@@ -26,9 +26,8 @@ _PHASES_AVERAGED = 16  # evenly spaced
 
 @dataclass(frozen=True)
 class AxisCells:
-    # first, count: the starts first <= s < first + count
     first: int
-    count: int
+    count: int  # the starts first <= s < first + count
     length: int  # starts per cell
     phases: tuple[int, ...]  # positions, modulo the length, at which a cell may begin
 

@@ -68,9 +68,8 @@ def _digest(text: str) -> str:
 class Augmentation:
     """Augmentation of a patch, applied on the device."""
 
-    # flip_zyx, num_rot90: mirror these axes, then rotate `num_rot90` x 90 degrees in the y-x plane
-    flip_zyx: tuple[bool, bool, bool] = (False, False, False)
-    num_rot90: int = 0
+    flip_zyx: tuple[bool, bool, bool] = (False, False, False)  # axes to mirror
+    num_rot90: int = 0  # quarter turns in the y-x plane, after that
 
 
 def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentation:

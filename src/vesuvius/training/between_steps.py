@@ -1,10 +1,6 @@
-"""Tasks between two steps: orders of the memory guard, validation, preview and checkpoint.
+"""Tasks between two steps: orders of the memory guard (docs/monitoring.md), validation, preview and checkpoint.
 
 A task interrupted by a stop is repeated on resume, so an interrupted run leaves the same records as an undisturbed one.
-
-When memory runs short, the run first drops the volumes kept in memory, then once halves the prefetch and stops a
-reader, then saves and exits with code 4.  Leaking readers are restarted.  The stream is closed and reopened at the next
-sample, so no batch changes.
 """
 
 import logging
@@ -236,6 +232,7 @@ class GuardActions:
         return replace(self._options, num_workers=workers, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
 
     def _reopen(self, order: Order, feed: DeviceFeed) -> None:
+        """Reopen the stream with less memory at the next sample; no batch changes."""
         options, again = self._smaller() if order.action == "shrink" else self._options, self._readers_again
         changes: StreamChanges = {"num_workers": options.num_workers, "prefetch_factor": options.prefetch_factor}
         text = f"training.workers={options.num_workers}, training.prefetch_factor={options.prefetch_factor}"

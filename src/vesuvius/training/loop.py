@@ -41,10 +41,7 @@ _LOOK_EVERY_S = 1.0  # for the run directory
 
 
 class TrainingLoop:
-    """Runs optimizer steps; between steps it executes memory-guard orders and runs periodic tasks.
-
-    `feed` delivers patches to the device, `batches` adds noise and conditions, `micro_batch` are computed at a time.
-    """
+    """Runs optimizer steps; between steps it executes memory-guard orders and runs periodic tasks."""
 
     def __init__(
         self,
@@ -59,15 +56,15 @@ class TrainingLoop:
         self.job = replace(checked.data.job, reading_log_dir=str(run.directory.reading.absolute()))
         options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.share.micro_batch)
         conditioner = Conditioner(config.data.class_values, facts.intensities.conditions, run.device)
-        self.feed = DeviceFeed(run.device, options, self.job, facts.intensities.volumes)
-        self.batches = TrainingFeed(self.feed, conditioner, config.diffusion.condition_noise)
+        self.feed = DeviceFeed(run.device, options, self.job, facts.intensities.volumes)  # delivers patches
+        self.batches = TrainingFeed(self.feed, conditioner, config.diffusion.condition_noise)  # with noise, conditions
         fixed = checked.fixed
         arguments = facts.intensities, conditioner, run.device, config.diffusion.sampled_condition_noise
         reference = None if fixed is None else ValidationPatches(fixed, *arguments)
         self.periodic = PeriodicTasks(run, train_step, reference, writer)
         self._in_step, self._looks_s = False, 0.0
         self._nonfinite: NonFiniteError | None = None  # with several ranks, raised before the next step
-        self.micro_batch = run.share.micro_batch
+        self.micro_batch = run.share.micro_batch  # patches computed at a time
         self._queued = deque[torch.Event]()  # ends of micro-batches that the GPU may have yet to compute
 
     def run_steps(self, make_tuner: MakeTuner | None = None) -> None:

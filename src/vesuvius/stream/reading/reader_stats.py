@@ -16,8 +16,7 @@ class ReaderTotals:
     read_s: float | None = None  # waiting for remote stores; None on disk, where reads and decoding are not separated
     decode_s: float = 0.0  # decoding regions (on disk including reads)
     bytes_read: int = 0  # bytes decoded, whole chunks
-    # bytes_fetched (over the network), requests, retries, cache_hits, cache_misses: as in `SourceStats`
-    bytes_fetched: int = 0
+    bytes_fetched: int = 0  # over the network; this and the rest as in `SourceStats`
     requests: int = 0
     retries: int = 0
     cache_hits: int = 0
@@ -35,9 +34,8 @@ class ReaderTotals:
 class BlockReport:
     """Report of a reader, sent with each block."""
 
-    # pid, node, actor: the process, its machine and its Ray actor; the latter two are '' without Ray
     pid: int
-    node: str
+    node: str  # this and the next are '' without Ray
     actor: str
     began: float  # start of the reader, seconds since 1970
     rss_anon_bytes: int  # private memory of the process, without shared pages
@@ -49,8 +47,7 @@ class BlockReport:
 @dataclass
 class ReaderStats:
     node: str = ""  # `node_name` of its machine
-    # private memory, and its peak
-    rss_anon_bytes: int = 0
+    rss_anon_bytes: int = 0  # private memory
     rss_anon_peak_bytes: int = 0
 
     def update(self, report: BlockReport) -> None:
@@ -60,15 +57,10 @@ class ReaderStats:
 
 @dataclass
 class Readers:
-    """The readers of a stream.
+    """The readers of a stream."""
 
-    Attributes:
-        living: statistics of each living process by pid.
-        totals: totals of all readers, including ended ones.  They never decrease.
-    """
-
-    living: dict[int, ReaderStats] = field(default_factory=dict)
-    totals: ReaderTotals = ReaderTotals()
+    living: dict[int, ReaderStats] = field(default_factory=dict)  # by pid
+    totals: ReaderTotals = ReaderTotals()  # of all, including ended ones; never decrease
     _newest: dict[str, tuple[float, int]] = field(default_factory=dict)  # start and pid of the newest process by actor
 
     def add(self, report: BlockReport, workers: int) -> tuple[int, str] | None:

@@ -65,8 +65,7 @@ class ReadingLog:
     pid: int
     node: str  # `node_name` of its machine
     actor: str  # id of its Ray actor
-    # volume and chunk being decoded; None between two regions
-    volume: str | None = None
+    volume: str | None = None  # being decoded, with its chunk; None between two regions
     chunk: Triple | None = None
     outage: Outage | None = None  # that it waits for
     crash: str | None = None  # fatal signal as faulthandler describes it; None after a SIGKILL
@@ -109,14 +108,11 @@ class TrainerReadingMarker:
     """A file that exists while the trainer of a run with readers reads volumes itself.
 
     A chunk that crashes the trainer would do so at every start, whereas one that crashes readers is replaced.
-
-    Attributes:
-        was_interrupted: whether an earlier trainer died in this context.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "trainer-reads"
-        self.was_interrupted = self._file.exists()
+        self.was_interrupted = self._file.exists()  # whether an earlier trainer died in this context
         if self.was_interrupted:
             self.__exit__()
             log.warning(

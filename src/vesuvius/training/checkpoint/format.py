@@ -150,10 +150,8 @@ def check_files(checkpoint: Path, *names: str) -> None:
 def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
     """Checkpoint of a trained model: the newest intact one of a run, or the given one if its manifest is intact.
 
-    Args:
-        given: a run directory, the name of a run in `runs/`, a checkpoint directory (or the link `best`), a weights
-            file in one, or a model file (`model_file.py`), which is returned itself.
-        asked: option name for messages.
+    `given` is a run directory, the name of a run in `runs/`, a checkpoint directory (or the link `best`), a weights
+    file in one, or a model file (`model_file.py`), which is returned itself; `asked` the option's name for messages.
 
     Raises ConfigError: no such run or checkpoint, or none yet; StorageError: none intact, or no read permission.
     """

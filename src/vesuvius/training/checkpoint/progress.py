@@ -44,13 +44,10 @@ class Best:
 class Progress:
     """Progress of a run over all its sessions."""
 
-    # step, sample_index: of the next step, counted from 0
-    step: int = 0
-    sample_index: int = 0
-    # a record for each unreadable region so far
-    quarantined: list[dict[str, Any]] = field(default_factory=list)
-    # validated_step, previewed_step: step of the last finished validation and preview; 0 = none
-    validated_step: int = 0
+    step: int = 0  # the next one, counted from 0
+    sample_index: int = 0  # its first sample
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # a record for each unreadable region so far
+    validated_step: int = 0  # of the last finished validation; 0 = none
     previewed_step: int = 0
     best: Best | None = None  # best validation; its checkpoint is kept
     trained_s: float = 0.0  # seconds of training in earlier sessions, up to their last checkpoint

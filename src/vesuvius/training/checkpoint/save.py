@@ -160,11 +160,7 @@ def _allocate(tensor: Tensor) -> Tensor:
 
 
 def save_checkpoint(
-    directory: Path,
-    step: int,
-    state: dict[str, Any],
-    config_yaml: str,
-    training: TrainingConfig,
+    directory: Path, step: int, state: dict[str, Any], config_yaml: str, training: TrainingConfig
 ) -> Path:
     """Write checkpoint `step`, replacing one of the same step, point `best` to the best one, and prune the others.
 

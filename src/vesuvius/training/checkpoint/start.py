@@ -218,10 +218,8 @@ def _without_paths(tree: Any) -> Any:
 def read_initial_weights(given: Path) -> tuple[dict[str, Tensor], Path]:
     """Averaged weights named by `training.init_from`, by name, in float32 on the CPU; and their file.
 
-    Args:
-        given: as for `find_checkpoint`, or any `.safetensors` file.
-
-    Raises ConfigError: there are no weights; StorageError: they are damaged.
+    `given` is as for `find_checkpoint`, or any `.safetensors` file.  Raises ConfigError: there are no weights;
+    StorageError: they are damaged.
     """
     with permission_checked():
         alone = given.suffix == ".safetensors" and given.is_file()

@@ -240,9 +240,7 @@ class TracedStep:
 
 
 class _FakeUNet(UNet):
-    """A network of fake weights, which must not be moved."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:  # torch moves fake weights by swapping, which fails for them
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # torch moves weights by swapping, which fails for fake ones
         return self
 
 
@@ -270,23 +268,18 @@ class Footprint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     Memory counts until the last tensor, view or graph holding it is gone; views share a storage and count once.
     Kernel-internal allocations are invisible.
-
-    Attributes:
-        live_bytes: all storages made since entering that are still held.
-        history: `live_bytes` at `restart` and after each allocation since.
-        flops: operations of matrix products and convolutions since `restart`; a multiply-add is 2.
-        convolution_bytes: input and output of each convolution since `restart`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
+        self.live_bytes = 0  # of all storages made since entering that are still held
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.restart()
 
     def restart(self) -> None:
-        self.history, self.flops = [self.live_bytes], 0
-        self.convolution_bytes: list[int] = []
+        self.history = [self.live_bytes]  # now and after each allocation from now on
+        self.flops = 0  # of matrix products and convolutions; a multiply-add is 2
+        self.convolution_bytes = list[int]()  # input and output of each convolution
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -77,23 +77,14 @@ def exit_code_of(error: BaseException) -> int:
 
 @dataclass(eq=False)
 class Abort:
-    """Ends this process after a failure.
+    """Ends this process after a failure."""
 
-    Attributes:
-        saves: rank 0 saves a checkpoint before it ends; the others wait for it.
-        on_kill: records why this process is killed if it hangs; called in another thread.
-        unwinding: the main thread has noticed the failure.
-        closing: the main thread is closing the connections.
-        ended: the connections are closed.
-        group_aborted: the process group was aborted, so a sum may be invalid.
-    """
-
-    saves: bool = True
-    on_kill: Callable[[RankError], None] | None = None
-    unwinding: threading.Event = field(default_factory=threading.Event)
-    closing: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-    group_aborted: threading.Event = field(default_factory=threading.Event)
+    saves: bool = True  # rank 0 saves a checkpoint before it ends; the others wait for it
+    on_kill: Callable[[RankError], None] | None = None  # records why a hung process is killed; in another thread
+    unwinding: threading.Event = field(default_factory=threading.Event)  # the main thread has noticed the failure
+    closing: threading.Event = field(default_factory=threading.Event)  # it is closing the connections
+    ended: threading.Event = field(default_factory=threading.Event)  # they are closed
+    group_aborted: threading.Event = field(default_factory=threading.Event)  # so a sum may be invalid
 
     def kill_if_hung(self, failure: RankError, rank: int, timeout_s: float) -> None:
         """Kill this process if its main thread hangs in a collective or in a save to a disk that does not respond."""

@@ -42,22 +42,16 @@ PendingStop = Callable[[], Stop | None]  # returns the stop requested of this ra
 
 @dataclass(eq=False)
 class Ranks:
-    """This process among the ranks of its run.  `SINGLE` is a run with one rank, which exchanges nothing.
-
-    Attributes:
-        stopping: exit code and reason of a requested stop of all ranks before the next step.
-        failure: another rank's failure, as soon as it is known here.
-        abort: how this process ends after a failure.
-    """
+    """This process among the ranks of its run.  `SINGLE` is a run with one rank, which exchanges nothing."""
 
     rank: int = 0  # rank 0 alone writes checkpoints and the run's log
     world: int = 1  # number of ranks
     local_rank: int = 0  # index on this machine, and of the GPU
     local_world: int = 1  # ranks on this machine
     timeout_s: float = 1800.0  # longest wait for another rank
-    stopping: Stop | None = None
-    failure: RankError | None = None
-    abort: Abort = field(default_factory=Abort)
+    stopping: Stop | None = None  # a requested stop of all ranks before the next step
+    failure: RankError | None = None  # of another rank, as soon as it is known here
+    abort: Abort = field(default_factory=Abort)  # how this process ends after a failure
     _store: Any = None
     _round: int = 0
     _removed: int = 0

@@ -63,23 +63,10 @@ class PendingOutcome:
 
 
 class TrainStep:
-    """Owns the network, its optimizer, its gradient scaler and the averages of its weights.
-
-    Attributes:
-        schedule: noise levels, on the device.
-        averages: by name; "ema", the first, is used for sampling and publishing.
-        weight_names: what `denoiser` accepts: "raw" for the weights of the last step, and each average.
-        timed: `StepClock.computing`, which times each phase; by default nothing is timed.
-        updating: weights, moments and averages are being changed; if an error interrupts this, they are unusable.
-    """
+    """Owns the network, its optimizer, its gradient scaler and the averages of its weights."""
 
     def __init__(
-        self,
-        config: Config,
-        network: nn.Module,
-        schedule: Schedule,
-        device: torch.device,
-        ranks: Ranks = SINGLE,
+        self, config: Config, network: nn.Module, schedule: Schedule, device: torch.device, ranks: Ranks = SINGLE
     ) -> None:
         self._config, self._device, self.schedule = config, device, schedule.to(device)
         self.amp = resolve_amp(config.training.amp, device)
@@ -89,10 +76,11 @@ class TrainStep:
         self.optimizer = make_optimizer(self.network, config.training, ranks)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
+        # By name; "ema", the first, is used for sampling and publishing.
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
-        self.weight_names = ("raw", *self.averages)
-        self.updating = False
-        self.timed: Timed = untimed
+        self.weight_names = ("raw", *self.averages)  # as for `denoiser`; raw = the weights of the last step
+        self.updating = False  # weights, moments and averages are being changed; after an error meanwhile unusable
+        self.timed: Timed = untimed  # `StepClock.computing`, which times each phase
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
         self._nonfinite_in_a_row = torch.zeros((), device=device)
