@@ -64,30 +64,24 @@ Patch = tuple[Sample, list[NDArray[Any]]]
 """A sample and its voxels: views (Z, Y, X) into the region of each array."""
 
 
+@dataclass(eq=False)
 class Cutter:
     """Turns the regions of `job.tasks(first, stop)` into the patches of samples first <= i < stop.
 
-    Holds at most the plan's M regions in flight.  `on_report` gets the reader's report of each region, `starved`
-    measures the time spent waiting for them.
+    Holds at most the plan's M regions in flight.
     """
 
-    def __init__(
-        self,
-        job: ReaderJob,
-        regions: Iterator[Region],
-        on_report: Callable[[BlockReport], None],
-        starved: WaitTime,
-        first: int,
-        stop: int,
-    ) -> None:
-        self.job = job
-        self._regions = regions
-        self._on_report = on_report
-        self._starved = starved
-        self._indices = range(first + job.rank, stop, job.world_size)
+    job: ReaderJob
+    regions: Iterator[Region]
+    on_report: Callable[[BlockReport], None]  # gets the reader's report of each region
+    starved: WaitTime  # measures the time spent waiting for regions
+    first: int
+    stop: int
+
+    def __post_init__(self) -> None:
         self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
         self._last_slot = -1
-        self.index = first + job.rank  # of the next sample
+        self.index = self.first + self.job.rank  # of the next sample
 
     def patches(self) -> Generator[Patch]:
         """Yield the patches in sample order.  A region is dropped in the round after its last patch.
@@ -96,7 +90,7 @@ class Cutter:
         """
         plan = self.job.plan
         try:
-            for index in self._indices:
+            for index in range(self.index, self.stop, self.job.world_size):
                 self.index = index
                 first = plan.mixing.first_slot(index // plan.mixing.regions)
                 while self._in_flight and (oldest := next(iter(self._in_flight))) < first:
@@ -112,8 +106,8 @@ class Cutter:
 
     def _take_region(self, wanted: int) -> None:
         """Take the next region; they arrive in ascending order of their slots."""
-        with self._starved:
-            region = next(self._regions, None)
+        with self.starved:
+            region = next(self.regions, None)
         if region is None:
             raise StreamOrderError(f"The workers ended before slot {wanted}; report this as a bug")
         visit = region.visit
@@ -123,7 +117,7 @@ class Cutter:
             )
         self._last_slot = visit.slot
         if region.report is not None:
-            self._on_report(region.report)
+            self.on_report(region.report)
         self._in_flight[visit.slot] = visit, region.voxels
 
 

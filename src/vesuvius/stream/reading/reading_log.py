@@ -187,30 +187,22 @@ class ObjectStore:
     spilled_bytes: int
 
 
+@dataclass(eq=False)
 class ReaderWatch:
-    """Checks the readers' logs in a folder, and Ray's object stores, twice a second on its own thread.
+    """Checks the readers' logs in a folder, and Ray's object stores, twice a second on its own thread."""
 
-    `on_death` is called for each reader that died, on any thread; `on_spill` after Ray spilled objects to disk.
-    `exits_of` and `stores_of` are Ray's: `private.worker_exits` and `private.object_stores`;
-    `check_nodes` is called each time.  `on_cluster`: the stores are not made for this run, so one that is nearly full
-    is reported.
-    """
+    log_dir: Path
+    on_death: Callback  # called for each reader that died, on any thread
+    on_spill: Callback  # called after Ray spilled objects to disk
+    exits_of: Exits  # `private.worker_exits`
+    stores_of: Callable[[], list[ObjectStore]]  # `private.object_stores`
+    check_nodes: Callable[[], None] = lambda: None  # called each time
+    on_cluster: bool = False  # the stores are not made for this run, so one that is nearly full is reported
 
-    def __init__(
-        self,
-        log_dir: Path,
-        on_death: Callback,
-        on_spill: Callback,
-        exits_of: Exits,
-        stores_of: Callable[[], list[ObjectStore]],
-        check_nodes: Callable[[], None] = lambda: None,
-        on_cluster: bool = False,
-    ) -> None:
-        self._log_dir, self._on_death, self._on_spill = log_dir, on_death, on_spill
-        self._exits_of, self._stores_of, self._check_nodes = exits_of, stores_of, check_nodes
-        self._on_cluster, self._stores_at = on_cluster, 0.0
+    def __post_init__(self) -> None:
+        self._stores_at = 0.0
         self._full: set[str] = set()  # nodes with a store that was reported as nearly full
-        self._known = {(each.actor, each.pid) for each in read_logs(log_dir)}  # from earlier sessions, or reported
+        self._known = {(each.actor, each.pid) for each in read_logs(self.log_dir)}  # of earlier sessions, or reported
         self._lock = threading.Lock()
         self._spilled_bytes: int | None = None
         self._logged: dict[str, float] = {}  # time of the last log line per outage
@@ -227,7 +219,7 @@ class ReaderWatch:
             self._thread.join(_JOIN_S)
 
     def report_crashes(self) -> None:
-        for each in read_logs(self._log_dir):
+        for each in read_logs(self.log_dir):
             if each.crash is not None:
                 self.report_death(each.actor, each.pid, each.node)
 
@@ -237,18 +229,18 @@ class ReaderWatch:
             if (actor, pid) in self._known:
                 return
             self._known.add((actor, pid))
-        reading = next((each for each in read_logs(self._log_dir) if (each.actor, each.pid) == (actor, pid)), None)
+        reading = next((each for each in read_logs(self.log_dir) if (each.actor, each.pid) == (actor, pid)), None)
         host = socket.gethostname() if node == node_name() else node  # post-mortems query this machine by its host name
-        self._on_death(*describe_death(pid, host, exit_of(self._exits_of, pid, node), reading))
+        self.on_death(*describe_death(pid, host, exit_of(self.exits_of, pid, node), reading))
 
     def _run(self) -> None:
         failing = False
         while not self._stop.is_set():
             try:
                 self.report_crashes()
-                self.outages = [each.outage for each in remove_ended_logs(self._log_dir) if each.outage]
+                self.outages = [each.outage for each in remove_ended_logs(self.log_dir) if each.outage]
                 self._log_outages(time.time())
-                self._check_nodes()
+                self.check_nodes()
                 self._check_stores()
                 failing = False
             except Exception as error:  # a failing watch must not end the run
@@ -271,9 +263,9 @@ class ReaderWatch:
         """Report stores that are nearly full, and bytes spilled since the last check; those before do not count."""
         if (now := time.monotonic()) < self._stores_at:
             return
-        stores = self._stores_of()
+        stores = self.stores_of()
         self._stores_at = now + (len(stores) - 1) * _EVERY_S  # each takes 12 ms, and each of many ranks asks
-        for store in stores if self._on_cluster else ():
+        for store in stores if self.on_cluster else ():
             if store.used_bytes > _NEARLY_FULL * store.size_bytes and store.node not in self._full:
                 self._full.add(store.node)
                 log.warning(
@@ -283,7 +275,7 @@ class ReaderWatch:
                 )
         before, self._spilled_bytes = self._spilled_bytes, sum(store.spilled_bytes for store in stores)
         if before is not None and (spilled := self._spilled_bytes - before) > 0:
-            self._on_spill(
+            self.on_spill(
                 f"Ray's object store ran out of memory and spilled {spilled / 2**20:.0f} MiB to disk; {_STORE_REMEDY}",
                 {"spilled_bytes": spilled},
             )
