@@ -40,28 +40,23 @@ class PatchBatch:
         return replace(self, image=self.image.to(device, non_blocking=non_blocking), label=label)
 
 
+@dataclass(eq=False)
 class DeviceFeed:
-    """Delivers a stream's batches on `device`, normalized by `ranges` (of each channel of each volume), or as stored
-    without any.
+    """Delivers a stream's batches on a device, normalized, or as stored without intensity ranges."""
 
-    `image_dtype` and `label_dtype` are the dtypes there, which several channels or labels need; None = as they are.
-    """
+    device: torch.device
+    options: StreamOptions
+    job: ReaderJob
+    ranges: Sequence[IntensityRange]  # of each channel of each volume
+    # dtypes on the device, which several labels or channels need; None = as they are
+    label_dtype: torch.dtype | None = None
+    image_dtype: torch.dtype | None = None
 
-    def __init__(
-        self,
-        device: torch.device,
-        options: StreamOptions,
-        job: ReaderJob,
-        ranges: Sequence[IntensityRange],
-        label_dtype: torch.dtype | None = None,
-        image_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.device, self.job, self.options = device, job, options
-        self._image_dtype, self._label_dtype = image_dtype, label_dtype
+    def __post_init__(self) -> None:
         self._stream: PatchStream | None = None
-        self._scales = intensity_scales(ranges).reshape(-1, job.channels, 2)
-        if device.type != "cpu":
-            self._copies = torch.Stream(device)
+        self._scales = intensity_scales(self.ranges).reshape(-1, self.job.channels, 2)
+        if self.device.type != "cpu":
+            self._copies = torch.Stream(self.device)
 
     def open(self, **start: Any) -> PatchStream:
         """Open the stream that `next` draws from; arguments and errors are those of `PatchStream`."""
@@ -77,9 +72,9 @@ class DeviceFeed:
         """Return the next batch on the device, and as it was read."""
         with clock.waiting():
             batch = next(self.stream)
-            if self._label_dtype is not None:
+            if self.label_dtype is not None:
                 for labels in batch.arrays[batch.channels :]:
-                    check_cast(labels, self._label_dtype)
+                    check_cast(labels, self.label_dtype)
         raw = self.copy([torch.from_numpy(array) for array in batch.arrays], clock)
         with clock.computing("forward"):
             return self._augmented(batch, raw), batch
@@ -109,8 +104,8 @@ class DeviceFeed:
         if len(self._scales):
             scales = self._scales[[sample.volume for sample in batch.samples]]
             images = [normalized(image, scales[:, channel]) for channel, image in enumerate(images)]
-        label = joined(labels, self._label_dtype) if labels else None
-        return PatchBatch(joined(images, self._image_dtype), label, batch.samples)
+        label = joined(labels, self.label_dtype) if labels else None
+        return PatchBatch(joined(images, self.image_dtype), label, batch.samples)
 
 
 def check_cast(labels: NDArray[Any], dtype: torch.dtype) -> None:

@@ -45,65 +45,60 @@ _SEED = 0  # not the run's seed, so that runs with different seeds get the same 
 _LEAST, _MOST, _VOXELS = 16, 64, 2**25  # patches for the spectrum, and their approximate total
 
 
+@dataclass(eq=False)
 class ValidationPatches:
     """Real patches that stay fixed for a run, held in host memory in their stored dtype.
 
-    Rows are patch indices in any order, possibly repeated: 0 to len - 1, or those of a rank's share.  `device` is that
-    of the conditioner.  `held_out` tells whether training never sees the patches.
+    Rows are patch indices in any order, possibly repeated: 0 to len - 1, or those of a rank's share.
     """
 
-    def __init__(
-        self,
-        fixed: FixedPatches,
-        intensities: IntensityRanges,
-        conditioner: Conditioner,
-        device: torch.device,
-        condition_noise: float = 0.0,  # standard deviation of the noise on conditions with context
-    ) -> None:
-        self.held_out = fixed.held_out
-        self._fixed = fixed
-        self._scales = intensity_scales(intensities.volumes)
-        # of all volumes, or None if they differ
-        self.intensity = intensities.volumes[0] if len(set(intensities.volumes)) == 1 else None
-        self._conditioner = conditioner
-        self._device, self._condition_noise = device, condition_noise
+    fixed: FixedPatches
+    intensities: IntensityRanges
+    conditioner: Conditioner
+    device: torch.device  # of the conditioner
+    condition_noise: float = 0.0  # standard deviation of the noise on conditions with context
+
+    def __post_init__(self) -> None:
+        self.held_out, ranges = self.fixed.held_out, self.intensities.volumes
+        self._scales = intensity_scales(ranges)
+        self.intensity = ranges[0] if len(set(ranges)) == 1 else None  # of all volumes, or None if they differ
 
     def __len__(self) -> int:
-        return len(self._fixed.patches)
+        return len(self.fixed.patches)
 
     def x_0(self, rows: Sequence[int]) -> Tensor:
         """Model values of these patches: float32 [len(rows), 1, Z, Y, X] on the device.  Not clipped."""
-        patches = self._raw(self._fixed.patches, rows).unsqueeze(1)
+        patches = self._raw(self.fixed.patches, rows).unsqueeze(1)
         return normalized(patches, self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
-        stored = self._fixed.conditions
+        stored = self.fixed.conditions
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
         windows = None
-        if self._fixed.windows:
+        if self.fixed.windows:
             shape, places = (
-                (1, *self._fixed.patches.shape[1:]),
-                [self._fixed.windows[n - self._fixed.first] for n in rows],
+                (1, *self.fixed.patches.shape[1:]),
+                [self.fixed.windows[n - self.fixed.first] for n in rows],
             )
-            noise = sample_noise(_SEED, rows, shape, self._device, purpose=Purpose.CONDITION_NOISE)
-            windows = Windows(places, noise, [self._condition_noise] * len(rows))
-        return self._conditioner(raw, self._volumes(rows), windows)
+            noise = sample_noise(_SEED, rows, shape, self.device, purpose=Purpose.CONDITION_NOISE)
+            windows = Windows(places, noise, [self.condition_noise] * len(rows))
+        return self.conditioner(raw, self._volumes(rows), windows)
 
     def condition_intensities(self, row: int) -> NDArray[np.float32] | None:
         """A condition as a picture, [Z, Y, X] from -1 to 1: its intensities, or its labels; None without one."""
         channels = self.condition([row])
         if channels is None:
             return None
-        shown = channels[0, : self._conditioner.channels]
+        shown = channels[0, : self.conditioner.channels]
         intensities = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
         return intensities.float().cpu().numpy()
 
     def _volumes(self, rows: Sequence[int]) -> list[int]:
-        return [self._fixed.volumes[row - self._fixed.first] for row in rows]
+        return [self.fixed.volumes[row - self.fixed.first] for row in rows]
 
     def _raw(self, stored: NDArray[np.generic], rows: Sequence[int]) -> Tensor:
         """[len(rows), Z, Y, X] in the stored dtype, on the device."""
-        return to_device(torch.from_numpy(stored[[row - self._fixed.first for row in rows]]), self._device)
+        return to_device(torch.from_numpy(stored[[row - self.fixed.first for row in rows]]), self.device)
 
 
 def measure_spectrum(data: PreparedData, config: DataConfig, intensities: IntensityRanges) -> Spectrum:
