@@ -37,10 +37,8 @@ _SAME_VERSIONS = "install the same versions on all nodes (constraints.txt pins t
 class Nodes:
     """The nodes with cores, each checked once, by a process on it.  A node that cannot work is logged and left out.
 
-    Args:
-        files: paths that must exist on each node.
-        folder: must be the same folder on each node: a file that is written here must appear there.
-        poll: called twice a second while nodes are checked or waited for; may raise to stop.
+    `files` must exist on each node, and `folder` be the same there.  `poll` is called twice a second during checks and
+    waits; may raise to stop.
     """
 
     def __init__(

@@ -25,13 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
 from vesuvius.stream.events import DEATHS_MAX
-from vesuvius.stream.options import (
-    READER_RING,
-    TASKS_IN_FLIGHT,
-    StreamOptions,
-    readers_are_local,
-    store_peak_bytes,
-)
+from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, readers_are_local, store_peak_bytes
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
 from vesuvius.stream.reading.reading_log import node_name

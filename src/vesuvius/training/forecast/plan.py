@@ -357,18 +357,13 @@ def _host_bytes(size: int, gpu: bool) -> int:
 def gpu_memory_error(
     config: Config, device: torch.device, error: BaseException, saved_step: int | None
 ) -> GpuMemoryError:
-    """Error that ends a run: failure, value and remedy in the first line, memory owners below.
-
-    `saved_step`: step of the checkpoint with all finished steps, or None if none was saved.
-    """
+    """Error that ends a run; `saved_step` is that of the checkpoint with all finished steps, if one was saved."""
     use, what_to_do = read_vram(device, new_window=False), remedy(config)
     if saved_step is None:  # a run that failed at its start left nothing to resume
         what_to_do = what_to_do.replace("continue with --resume", "run it again with")
     wanted = re.search(r"Tried to allocate [\d.]+ \w+", str(error))  # torch's other figures are in the table
-    first = (
-        f"A step with train_batch_size {config.training.micro_batch} does not fit the GPU: out of memory "
-        f"({wanted[0] if wanted else one_line(error)}); {what_to_do}"
-    )
+    cause = f"out of memory ({wanted[0] if wanted else one_line(error)})"
+    first = f"A step with train_batch_size {config.training.micro_batch} does not fit the GPU: {cause}; {what_to_do}"
     held = "unknown"
     if use is not None:
         held = (
