@@ -87,10 +87,8 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
         tree[section] = of_before | tree.get(section, {})
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
         if key.startswith(("model.", "diffusion.", "data.condition_")):
-            raise ConfigError(
-                f"{source} was trained with {key}={show(value)}, which this version does not have; use the version of "
-                "vesuvius that trained it"
-            )
+            trained = f"{source} was trained with {key}={show(value)}, which this version does not have"
+            raise ConfigError(f"{trained}; use the version of vesuvius that trained it")
     if unknown:
         log.info("%s: ignored keys of another version: %s", source, ", ".join(unknown))
     return parse_config(to_yaml(tree), overrides, source)

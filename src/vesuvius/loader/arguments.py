@@ -68,10 +68,8 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
         if len(arrays) == 1 and NAME in str(arrays[0]):
             arrays *= len(entries)
         if len(arrays) != len(entries):
-            raise ConfigError(
-                f"{argument} has {len(arrays)} entries for {len(entries)} volumes; pass one for each, and several "
-                "labels of one volume as a tuple"
-            )
+            remedy = "pass one for each, and several labels of one volume as a tuple"
+            raise ConfigError(f"{argument} has {len(arrays)} entries for {len(entries)} volumes; {remedy}")
         if any(each is None for each in arrays):
             raise ConfigError(f"{argument} has an entry None; volumes without {argument} need a loader of their own")
         if argument == "mask":

@@ -122,10 +122,8 @@ class PatchLoader(IterableDataset[PatchBatch]):
         given |= {"min_foreground": min_foreground, "normalize": normalize, "validation_fraction": validation_fraction}
         data, seed = data_of(volumes, given, seed)
         if data.context:
-            raise ConfigError(
-                "PatchLoader delivers labels at the patch, not a window around it; remove context from "
-                "data.volumes[].condition"
-            )
+            text = "PatchLoader delivers labels at the patch, not a window around it"
+            raise ConfigError(f"{text}; remove context from data.volumes[].condition")
         self._given_rank = given_rank(rank, world_size)
         self._options = StreamOptions(batch_size, num_workers, prefetch_factor, processes=processes)
         self._device = device

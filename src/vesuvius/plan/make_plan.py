@@ -53,10 +53,8 @@ def split_volume(
     if any(p > s for p, s in zip(patch_zyx, sizes, strict=True)):
         room = triple(max(size, 0) for size in sizes)
         covered = "" if box == full else f", the box covered by its condition, channels and mask ({format_box(box)})"
-        raise DataError(
-            f"data.patch_size {patch_zyx} does not fit into {room} of {name}{covered}; reduce it or choose a finer "
-            "level"
-        )
+        problem = f"data.patch_size {patch_zyx} does not fit into {room} of {name}{covered}"
+        raise DataError(f"{problem}; reduce it or choose a finer level")
     if config.fraction == 0:
         return Split(train=box, validation=None)
     axis = max(range(3), key=lambda a: sizes[a] / patch_zyx[a])
@@ -216,10 +214,8 @@ def class_volumes(
         ]
         lacking = ", ".join(volume.name for volume, starts in zip(volumes, found, strict=True) if starts is None)
         if not any(found):
-            raise DataError(
-                f"No training patch holds class {wanted.label} of data.class_weights in {lacking}; correct the class, "
-                "remove it, or lower data.min_foreground"
-            )
+            none = f"No training patch holds class {wanted.label} of data.class_weights in {lacking}"
+            raise DataError(f"{none}; correct the class, remove it, or lower data.min_foreground")
         if lacking:
             warnings.append(f"class {wanted.label} (data.class_weights) is in no training patch of {lacking}")
         held = sum(volume.weight for volume, starts in zip(volumes, found, strict=True) if starts)

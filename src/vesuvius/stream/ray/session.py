@@ -66,10 +66,8 @@ class Session:
         self._workers = workers
         with Session._lock:
             if Session._hangs:
-                raise ConfigError(
-                    "Cannot start Ray: an earlier Ray in this process did not shut down; start another process, or set "
-                    "training.workers=0 to run without Ray"
-                )
+                text = "an earlier Ray in this process did not shut down; start another process"
+                raise ConfigError(f"Cannot start Ray: {text}, or set training.workers=0 to run without Ray")
             if not ray.is_initialized():
                 try:
                     Session._held.enter_context(authenticated(config.address))

@@ -336,8 +336,6 @@ def estimate_intensity_range(
         )
     low, high = percentiles(np.concatenate(material), _PERCENTILES) if material else (0.0, 0.0)
     if not low < high:
-        raise DataError(
-            f"Cannot estimate the intensity range of {volume.name}: its values are {low:g} to {high:g} in "
-            f"{len(material)} boxes; set {key}.low and {key}.high"
-        )
+        found = f"its values are {low:g} to {high:g} in {len(material)} boxes; set {key}.low and {key}.high"
+        raise DataError(f"Cannot estimate the intensity range of {volume.name}: {found}")
     return IntensityRange(low, high)

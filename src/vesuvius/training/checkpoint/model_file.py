@@ -76,10 +76,8 @@ def read_model_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(header[_OWN])
         if (written := state["format"]) != FORMAT:
-            raise StorageError(
-                f"Cannot read the model {path}: its format is {written}, not {FORMAT}; use the version of vesuvius "
-                "that wrote it, or a newer one"
-            )
+            remedy = "use the version of vesuvius that wrote it, or a newer one"
+            raise StorageError(f"Cannot read the model {path}: its format is {written}, not {FORMAT}; {remedy}")
         described = _Description.model_validate(state).model_dump()
         return described | {"spectrum": described["spectrum"] | {"power": power}}
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -121,9 +121,9 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
             "continue anyway with --allow-drift"
         )
     if refused and (problems := weight_problems(build_meta_network(config).state_dict(), state["model"])):
+        remedy = "undo the change of model.* or data.volumes[].condition"
         raise ConfigError(
-            f"The weights in {path} do not fit the network, even with --allow-drift: {problems}; undo the change of "
-            "model.* or data.volumes[].condition"
+            f"The weights in {path} do not fit the network, even with --allow-drift: {problems}; {remedy}"
         )
     drift = [line for line in drift if line not in refused]
     drift += drift_effects(stored, config, state["step"])

@@ -174,10 +174,8 @@ def dry_run(config: Config, source: Path, resume: bool, vram_gib: float | None, 
     permanent = config.horizon_steps // training.keep_every if training.keep_every else 0
     count = training.keep_last + 2 + permanent  # including the last and the best
     size, free = sum(checkpoint_sizes(config)), free_disk_bytes(nearest_existing(directory.path))
-    yield (
-        f"disk       {format_size(count * size)} for up to {count} checkpoints of {format_size(size)}, "
-        f"{format_size(free)} free"
-    )
+    needed, each = format_size(count * size), format_size(size)
+    yield f"disk       {needed} for up to {count} checkpoints of {each}, {format_size(free)} free"
     warned = [line for level, line in lines if level == logging.WARNING]
     if count * size > free:
         warned.append("checkpoints will not fit on the disk; lower training.keep_last or raise training.keep_every")

@@ -270,10 +270,8 @@ def make_preview(
     both = {"generated": measure_texture(generated), "real": measure_texture(real)}
     if nonfinite := both["generated"].nonfinite:
         voxels = sum(patch.size for patch in generated)
-        log.warning(
-            "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the preceding steps",
-            *(nonfinite, voxels, step),
-        )
+        text = "%d of %d generated voxels are not finite at step %d; check loss and grad_norm of the preceding steps"
+        log.warning(text, nonfinite, voxels, step)
     scale = Scale.of_patch(config.data.patch_size, voxel_size_um)
     picture = Path("samples") / f"step_{step:08d}.png"
     cells = [
