@@ -106,8 +106,8 @@ def read_training_patches(data: PreparedData, config: DataConfig, count: int) ->
     tried = list(zip(samples, data.read_patches("reading training patches", boxes, count), strict=False))
     read = [(sample, voxels[0]) for sample, voxels in tried if not isinstance(voxels, UnreadableChunkError)]
     if len(read) < 2:
-        count = f"{len(read)} of {len(tried)} training patches"
-        raise DataError(f"Only {count} can be read; the last: {tried[-1][1]}; restore the volumes")
+        readable = f"{len(read)} of {len(tried)} training patches"
+        raise DataError(f"Only {readable} can be read; the last: {tried[-1][1]}; restore the volumes")
     return FixedPatches(
         held_out=False,
         volumes=tuple(indices[sample.volume] for sample, _ in read),
