@@ -36,7 +36,8 @@ from vesuvius.monitor.post_mortem import (
 from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session
 from vesuvius.runlog.files import boot_id
-from vesuvius.runlog.units import GIB
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.runlog.units import GIB, format_time
 
 LIMIT_BYTES = 48 * 2**20
 
@@ -276,10 +277,21 @@ def test_a_death_is_dated_by_the_last_sign_of_life(tmp_path: Path) -> None:
         {"kind": "step", "time": end - 1, "step": 145},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "st')
+    logged = {
+        -90: "WARNING before",
+        -8: "ERROR the head is gone",
+        -2: "INFO Train step 145",
+        30: "ERROR of the next session",
+    }
+    (run / "logs").mkdir()
+    RunDir(run).log.write_text("".join(f"{format_time(end + s)} {text}\n" for s, text in logged.items()))
     death = examine_run(run)
     assert death is not None
     assert (death.victim, death.pid, death.step) == ("run", 2**22 + 1, 145)
     assert "12 s before: worker 9 was killed" in death.evidence
+    assert [line for line in death.evidence if "warning" in line] == [
+        f"the log's last warning: {format_time(end - 8)} ERROR the head is gone"
+    ]
     assert 55 <= len(death.moments) <= 62
     assert death.moments[-1].time == end
 

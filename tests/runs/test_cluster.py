@@ -16,6 +16,7 @@ from tests.runs.test_ranks import relative, steps_of, wait_for_step
 from tests.support.kill_harness import Session, left_after, processes_with
 from tests.support.ray_nodes import ray_nodes
 from tests.support.runs import WriteConfig
+from vesuvius.monitor.session import read_session
 from vesuvius.stream.reading.reading_log import read_logs
 
 EAGER = """
@@ -203,7 +204,10 @@ def test_a_lost_head_ends_the_run_which_resumes_on_another_cluster(
             killed_s = session.age_s
             assert session.end() == 1, session.text()
             print(f"{ranks} ranks: ended {session.age_s - killed_s:.0f} s after the head")
-    # Ray's C++ core may end the process before the log names the head.
+        assert "The head of Ray at" in session.text(), "named before Ray's C++ core may end the process"
+        ended = read_session(run / "session.json")
+        assert ended is not None
+        assert ended.exit_code == 1 or ranks > 1, "the only rank ends by itself"
     with ray_nodes() as nodes:
         nodes.add(cores=2 * ranks, store_mib=256)
         last = max(steps_of(run)) + 5

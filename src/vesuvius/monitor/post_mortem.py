@@ -34,6 +34,7 @@ _AT_ONCE_S = 60.0  # kills counted over a longer time may be later ones, of othe
 _NOTICED_S = 1.0  # delay with which Ray and the monitor notice an end
 _LONGEST = 300  # characters of a line of evidence
 _EVERY_S = 10.0
+_LOG_BYTES, _BAD = 2**14, (" WARNING ", " ERROR ", " CRITICAL ")  # in the run's log, at its end
 _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i killed"
 
 # Each kill contains a phrase that operators grep logs for: killed, oom, out of memory.
@@ -209,6 +210,10 @@ def examine_run(run_dir: Path, locked: bool = False) -> Death | None:
     evidence.append(f"last sign of life {format_time(seen)}, after step {step}")
     events = [r for r in records if r["kind"] == "event" and r["time"] >= seen - _LAST_S]
     said = [f"{seen - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in events[-2:]]
+    lines = Tail(run_dir / "logs/train_full.log", _LOG_BYTES).lines().decode("utf-8", errors="replace").splitlines()
+    since, until = (format_time(at) for at in (max(seen - _LAST_S, session.begin_time), seen + _NOTICED_S))
+    bad = [line for line in lines if since <= line[: len(until)] <= until and any(level in line for level in _BAD)]
+    said += [f"the log's last warning: {line}" for line in bad[-1:]]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
     remedy = remedy_of(cause, "run", workers, last, session.limits.ray_share)
     return _death("run", session.pid, step, cause, [*evidence, *said], _last_minute(samples, seen), remedy)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from vesuvius.volumes.errors import Outage
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.2
 _STALL_S = 15.0  # without a block, after a node was lost
 _NOTICE_S = 30.0  # Ray takes up to ten seconds to notice that a node is gone
 _END_S = 8.0  # ending two executions takes up to five seconds on a busy machine
@@ -112,7 +114,7 @@ class RayRegions(Iterator[Region]):
             segment = self._segments[0]
             self._waits_since = time.monotonic()
             try:
-                block = segment.next_block()
+                block = self._next_block(segment)
             except VesuviusError as error:
                 if not self._is_of_nodes(error):
                     raise
@@ -129,13 +131,23 @@ class RayRegions(Iterator[Region]):
             self._segments = self._segments[1:]
         raise StopIteration
 
+    def _next_block(self, segment: Segment) -> Block | None:
+        """Wait for a block; of a cluster on another thread, because Ray waits forever for a head that is gone."""
+        if self._options.cluster.address is None:
+            return segment.next_block()
+        coming = on_thread(segment.next_block, name="ray-block")
+        while wait([coming], _POLL_S).not_done:
+            if self._failure is not None:
+                raise self._failure
+        return coming.result()
+
     def _is_of_nodes(self, error: VesuviusError) -> bool:
         """Whether Ray, not a reader, failed, and nodes were lost or joined, which its table says seconds later."""
         is_of_ray = isinstance(error, ReaderLostError) or type(error) is VesuviusError
         if self._nodes is None or self._interrupted or not is_of_ray:
             return False
         deadline, self._waits_since = time.monotonic() + _NOTICE_S, 0.0
-        while not self._nodes_changed.wait(0.2):
+        while not self._nodes_changed.wait(_POLL_S):
             if self._interrupted or self._failure is not None or time.monotonic() > deadline:
                 return False
         return True
