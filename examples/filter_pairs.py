@@ -22,7 +22,9 @@ def main(pairs: str, network: Any, patch_size: str, least: float, ignored: int =
         ignored: label of voxels that do not count.
     """
     scores, tile = {}, tuple(map(int, patch_size.split(",")))
-    for scan in sorted(Path(pairs, "images").glob("*.zarr")):
+    if not (scans := sorted(Path(pairs, "images").glob("*.zarr"))):
+        sys.exit(f"{pairs} has no images/*.zarr; give the --out of `vesuvius sample --condition LABELS --out PAIRS`")
+    for scan in scans:
         others = [Path(pairs, kind, f"{scan.stem}_{kind}.zarr") for kind in ("labels", "instances")]
         predicted = Path(pairs, "predicted", scan.name)
         vesuvius.predict_volume(network, scan, predicted, patch_size=tile, activation="argmax")

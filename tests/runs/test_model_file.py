@@ -283,7 +283,7 @@ def test_a_network_of_terabytes_is_refused_before_it_takes_memory(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = read_checkpoint_info(model).config.model_dump(mode="json")
-    config["model"] |= {"channels": [8, 2**20], "attention_heads": 0}
+    config["model"] |= {"channels": [8, 2**16], "blocks_per_level": 40}
     path = changed(model, tmp_path / "large.safetensors", config=config)
     assert sample.main(["--checkpoint", str(path), "--count", "1", "--out", str(tmp_path / "out")]) == 6
     assert "do not fit the network of their config" in capsys.readouterr().err
@@ -306,6 +306,8 @@ def test_a_network_of_terabytes_is_refused_before_it_takes_memory(
         ({"step": "x"}, "Cannot read the model"),
         ({"config": 3}, "Cannot read the model"),
         ({"config": {"name": 3}}, "name"),
+        ({"config": {"diffusion": 0, "model": [1]}}, "diffusion: 0 is not valid"),
+        ({"config": {"model": {"full_res_channels": 2**70}}}, "model.full_res_channels is above 65536"),
         ({"intensities": [[0, 1], [0, 1]]}, "contradicts itself"),
         ({"condition_intensities": [[0, 1]]}, "contradicts itself"),
         ({"volumes": [VOLUME, VOLUME]}, "contradicts itself"),

@@ -185,15 +185,9 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
 
 def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
+    from vesuvius.generate.volume import run
     from vesuvius.generate.volume.inputs import InputConfig
     from vesuvius.generate.volume.picture import check_picture, draw_volume_picture
-    from vesuvius.generate.volume.run import (
-        VolumeRequest,
-        forecast_volume,
-        forecast_with_coarse,
-        generate_volume,
-        with_coarse,
-    )
     from vesuvius.training.checkpoint.download import local_checkpoint
     from vesuvius.training.checkpoint.format import find_checkpoint
 
@@ -209,18 +203,18 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         out = out / "images" / f"{arguments.seed}.zarr"
     common |= {"out": out, "shape_zyx": arguments.shape, "inputs": inputs, "labels_out": labels_out}
     common |= {"instances_out": instances_out}
-    request, coarse = VolumeRequest(**common, **options), None
+    request, coarse = run.VolumeRequest(**common, **options), None
     if arguments.coarse is not None:
         first = find_checkpoint(local_checkpoint(arguments.coarse), "--coarse")
-        coarse, request = with_coarse(request, first)
+        coarse, request = run.with_coarse(request, first)
     check_picture(request, picture)
     if arguments.dry_run:
-        say(forecast_volume(request) if coarse is None else forecast_with_coarse(coarse, request))
+        say(run.forecast_volume(request) if coarse is None else run.forecast_with_coarse(coarse, request))
         return EXIT_OK
     with Progress("sampling") as progress:
         if coarse is not None:
-            generate_volume(coarse, progress.update)
-        text = generate_volume(request, progress.update)
+            run.generate_volume(coarse, progress.update)
+        text = run.generate_volume(request, progress.update)
     draw_volume_picture(request, picture)
     say(f"{text}; middle slices: {picture}")
     return EXIT_OK

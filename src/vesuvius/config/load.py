@@ -81,10 +81,11 @@ def parse_stored(stored: Mapping[str, Any], overrides: Sequence[str] = (), sourc
     tree: dict[str, Any] = read_yaml(to_yaml(dict(stored)), source)[0]
     # of networks before there was a choice
     before: dict[str, Any] = {"noise_embedding": "t"}
-    if tree.get("diffusion", {}).get("residual_guidance", 1) != 1:
-        before["residual_guidance_interval"] = None
     for section, of_before in (("model", {"patch_embed_kernel": 3}), ("diffusion", before)):
-        tree[section] = of_before | tree.get(section, {})
+        if isinstance(found := tree.get(section, {}), dict):  # else refused below
+            if found.get("residual_guidance", 1) != 1:
+                before["residual_guidance_interval"] = None
+            tree[section] = of_before | found
     for key, value in (unknown := _without_unknown(tree, {key for key, _ in iter_keys()})).items():
         if key.startswith(("model.", "diffusion.", "data.condition_")):
             trained = f"{source} was trained with {key}={show(value)}, which this version does not have"

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from vesuvius.config.section import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section, SizeZYX, Triple
 
+_MOST = {"channels": 2**16, "full_res_channels": 2**16, "blocks_per_level": 100}
+
 
 class ModelConfig(Section):
     """The 3D U-Net."""
@@ -57,6 +59,9 @@ class ModelConfig(Section):
         if self.strides is not None and len(self.strides) != len(self.channels) - 1:
             lengths = f"length {len(self.strides)} for {len(self.channels)} levels of model.channels"
             yield f"model.strides has {lengths}; it needs one fewer than channels"
+        for key, most in _MOST.items():
+            if max(self.channels if key == "channels" else (getattr(self, key),)) > most:
+                yield f"model.{key} is above {most}; lower it"
         if self.attention_heads and self.channels[-1] % self.attention_heads:
             last, heads = self.channels[-1], self.attention_heads
             yield f"the last entry of channels, {last}, is not a multiple of attention_heads {heads}; change one"
