@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -162,19 +163,14 @@ def thread_stacks() -> Iterator[str]:
         yield "\n"
 
 
+@dataclass(eq=False)
 class BoundedCall(Generic[T]):
-    """A call with a timeout, for functions that may hang, such as those of a driver.  For a single caller.
+    """A call with a timeout, for functions that may hang, such as those of a driver.  For a single caller."""
 
-    Args:
-        function: takes no arguments.
-        wait_s: timeout of a call.
-    """
-
-    def __init__(self, function: Callable[[], T], wait_s: float) -> None:
-        self._function = function
-        self._wait_s = wait_s
-        self._call: Future[T] | None = None
-        self._late = False
+    function: Callable[[], T]
+    wait_s: float  # timeout of a call
+    _call: Future[T] | None = field(default=None, init=False)
+    _late: bool = field(default=False, init=False)
 
     @property
     def is_running(self) -> bool:
@@ -187,10 +183,10 @@ class BoundedCall(Generic[T]):
         """
         if self._call is None:
             try:
-                self._call = on_thread(self._function, name="bounded-call")
+                self._call = on_thread(self.function, name="bounded-call")
             except RuntimeError:  # too many threads, or no memory for one
                 return None
-        self._late = bool(wait([self._call], 0.0 if self._late else self._wait_s).not_done)
+        self._late = bool(wait([self._call], 0.0 if self._late else self.wait_s).not_done)
         if self._late:
             return None
         call, self._call = self._call, None

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any, Literal, Self
@@ -44,17 +45,9 @@ _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; the driver of a failed GPU may never answer
 
 
+@dataclass(eq=False)
 class Monitor:
     """Samples until it is closed.  A context manager.
-
-    Args:
-        directory: run directory to write to.
-        watcher: samples the run's processes.
-        read_vram, gpu_uuid: memory and UUID of the trainer's GPU; None without one.
-        guard: off = no warnings and no orders; warn = no orders.
-        on_exit: called once in the sampling thread when the guard orders an exit, which cannot wait for the loop.
-        on_record: called in the writing thread with each record of `system.jsonl`.
-        silence: what the run waits for, and seconds since the last sign of life, from the watchdog.
 
     Attributes:
         loop_status: set by the loop.
@@ -63,36 +56,29 @@ class Monitor:
         order: pending order of the guard, or None.
     """
 
-    def __init__(
-        self,
-        directory: RunDir,
-        policy: MemoryPolicy,
-        watcher: Watcher,
-        read_vram: Callable[[], VramUse | None] | None = None,
-        *,
-        gpu_uuid: str | None = None,
-        sample_every_s: float = 1.0,
-        guard: GuardMode = "act",
-        on_exit: Callable[[Order], None] = lambda order: None,
-        on_record: Callable[[dict[str, Any]], None] = lambda record: None,
-        silence: Callable[[], tuple[str, float | None]] = lambda: ("", None),
-    ) -> None:
-        self._policy = policy
-        self._watcher = watcher
-        self._read_vram = BoundedCall(read_vram, _VRAM_S) if read_vram else lambda: None
-        self._gpu_uuid = gpu_uuid
-        self._sample_every_s = sample_every_s
-        self._mode: GuardMode = guard
-        self._on_exit = on_exit
-        self._on_record = on_record
-        self._silence = silence
-        self._watch, self._guard = RiskWatch(policy), Guard(policy)
+    directory: RunDir
+    policy: MemoryPolicy
+    watcher: Watcher
+    read_vram: Callable[[], VramUse | None] | None = None  # of the trainer's GPU
+    _: KW_ONLY
+    gpu_uuid: str | None = None  # of the trainer's GPU
+    sample_every_s: float = 1.0
+    guard: GuardMode = "act"  # off = no warnings and no orders; warn = no orders
+    # called once in the sampling thread when the guard orders an exit, which cannot wait for the loop
+    on_exit: Callable[[Order], None] = lambda order: None
+    # called in the writing thread with each record of `system.jsonl`
+    on_record: Callable[[Record], None] = lambda record: None
+    # what the run waits for, and seconds since the last sign of life, from the watchdog
+    silence: Callable[[], tuple[str, float | None]] = lambda: ("", None)
+
+    def __post_init__(self) -> None:
+        self._read_vram = BoundedCall(self.read_vram, _VRAM_S) if self.read_vram else lambda: None
+        self._watch, self._guard = RiskWatch(self.policy), Guard(self.policy)
         self._obeyed = False
         self._warn_blind_again_s = -math.inf
         self._recent: deque[MemorySample] = deque(maxlen=KEPT)
-        self._seen: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
+        self._seen: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / self.sample_every_s), 1) + 1)
         self._local: set[int] = set()
-        self._directory = directory.path
         self._disk: dict[str, int] | None = None
         self._disk_due_s = -math.inf
         self._stop = threading.Event()
@@ -100,10 +86,10 @@ class Monitor:
         self.loop_status = LoopStatus()
         self.order: Order | None = None
         self.risk: Risk
-        self._recent_file = RecentFile(directory.recent)
-        self._records = JsonLines(directory.system)
+        self._recent_file = RecentFile(self.directory.recent)
+        self._records = JsonLines(self.directory.system)
         self._writer = AsyncWriter("monitor-writer", self._warn_blind)
-        self.sample = watcher.sample()
+        self.sample = self.watcher.sample()
         self._add(self.sample, Level.LOW)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
@@ -129,7 +115,7 @@ class Monitor:
     def gpu_busy(self) -> float | None:
         """Share of the last ten seconds in which a kernel ran on the trainer's GPU, from NVML; None if unknown."""
         gpus = [gpu for sample in tuple(self._seen) for gpu in sample.gpus]
-        known = [gpu.busy for gpu in gpus if gpu.busy is not None and self._gpu_uuid and self._gpu_uuid in gpu.uuid]
+        known = [gpu.busy for gpu in gpus if gpu.busy is not None and self.gpu_uuid and self.gpu_uuid in gpu.uuid]
         return fmean(known) if known else None
 
     def stopped_readers(self) -> int:
@@ -159,12 +145,12 @@ class Monitor:
     def _run(self) -> None:
         window: list[MemorySample] = []
         single, stopped = SINGLE_RECORDS, False
-        most, level = max(round(RECORD_S / self._sample_every_s), 1), self.risk.level
+        most, level = max(round(RECORD_S / self.sample_every_s), 1), self.risk.level
         while not stopped:
-            stopped = self._stop.wait(self._sample_every_s)
+            stopped = self._stop.wait(self.sample_every_s)
             try:
-                self._watcher.include(self.loop_status.local_readers)
-                window.append(self._add(self._watcher.sample(), self.risk.level))
+                self.watcher.include(self.loop_status.local_readers)
+                window.append(self._add(self.watcher.sample(), self.risk.level))
                 # A rising risk is recorded at once: alerts use these records.
                 rises, level = self.risk.level > level, self.risk.level
                 if stopped or rises or single > 0 or len(window) >= most:
@@ -182,7 +168,7 @@ class Monitor:
         loop, held = self.loop_status, {process.pid: process.anon_bytes for process in system.processes}
         self._local |= held.keys() & loop.readers.keys()
         # A local reader that has ended holds nothing, whatever it last reported.
-        gone, (awaits, silent_s) = self._local - held.keys(), self._silence()
+        gone, (awaits, silent_s) = self._local - held.keys(), self.silence()
         readers = {pid: held.get(pid, size) for pid, size in loop.readers.items() if pid not in gone}
         known = {"workers": loop.workers, "vram": self._read_vram(), "awaits": awaits, "silent_s": silent_s}
         sample = MemorySample.of(system, self.risk, readers, loop.step, **known)
@@ -195,19 +181,19 @@ class Monitor:
         ordered = self.order
         with self._judging:
             self.risk = risk = self._watch.add(system)
-            if self._mode == "act":
+            if self.guard == "act":
                 self.order = self._guard.next_action(time.monotonic(), risk, self.loop_status)
             order = self.order
-        if self._mode != "off" and risk.level > before:
+        if self.guard != "off" and risk.level > before:
             text = f"risk of an out of memory kill is {risk.level.name}: {risk.reason}"
-            if risk.is_of_others(self._policy):
-                held = format_size(run_bytes(system, self._policy))
+            if risk.is_of_others(self.policy):
+                held = format_size(run_bytes(system, self.policy))
                 text += f"; this run uses {held} of it, other programs the rest (see top -o %MEM)"
             self._writer.submit(partial(log.warning, "%s", text))
-        elif self._mode != "off" and risk.level < before:
+        elif self.guard != "off" and risk.level < before:
             self._writer.submit(partial(log.info, "memory risk is back to %s", risk.level.name))
         if order is not None and order.action == "exit" and (ordered is None or ordered.action != "exit"):
-            self._on_exit(order)
+            self.on_exit(order)
 
     def _warn_blind(self) -> None:
         now = time.monotonic()
@@ -227,14 +213,14 @@ class Monitor:
         }
 
     def _write(self, figures: Record) -> None:
-        self._on_record(self._records.write("system", **figures, disk=self._disk_use()))
+        self.on_record(self._records.write("system", **figures, disk=self._disk_use()))
 
     def _disk_use(self) -> dict[str, int] | None:
         if time.monotonic() >= self._disk_due_s:
             self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
             with suppress(OSError):
-                free_bytes = shutil.disk_usage(self._directory).free
-                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self._directory)}
+                free_bytes = shutil.disk_usage(self.directory.path).free
+                self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self.directory.path)}
         return self._disk
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,39 +29,28 @@ class _Expected(NamedTuple):
     since_s: float
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Logs one ERROR with the stacks of all threads when the run hangs, and one INFO when it continues.
 
     A context manager.  The loop calls `expects`, which is nearly free.
-
-    Args:
-        stall_s: seconds without progress after which the run counts as hung; 0 = off.
-        stacks: folder for stacks, created on first use.
-        record: writes a record to `metrics.jsonl`: its kind, then its fields.
-        step: returns the last finished optimizer step and the final one.
     """
 
-    def __init__(
-        self,
-        stall_s: float,
-        stacks: Path,
-        record: Callable[..., object],
-        step: Callable[[], tuple[int, int]],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._stall_s = stall_s
-        self._stacks = stacks
-        self._record = record
-        self._step = step
-        self._now = now
-        self._expected = _Expected("step", "the run to begin", now())
-        self._sampled_s = self._awake_s = now()
+    stall_s: float  # seconds without progress after which the run counts as hung; 0 = off
+    stacks: Path  # folder for stacks, created on first use
+    record: Callable[..., object]  # writes a record to `metrics.jsonl`: its kind, then its fields
+    step: Callable[[], tuple[int, int]]  # returns the last finished optimizer step and the final one
+    now: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._expected = _Expected("step", "the run to begin", self.now())
+        self._sampled_s = self._awake_s = self.now()
         self._stalled: _Expected | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._stall_s > 0:
+        if self.stall_s > 0:
             self._thread.start()
         return self
 
@@ -74,28 +64,28 @@ class Watchdog:
 
         `waiting_for` is the cause, for the log; a function is called in the watchdog's thread.
         """
-        self._expected = _Expected(what, waiting_for, self._now())
+        self._expected = _Expected(what, waiting_for, self.now())
 
     def silence(self) -> tuple[str, float]:
         """Return what the loop waits for, and seconds since the last sign of life.  Thread-safe."""
         expected = self._expected
-        return expected.what, self._now() - expected.since_s
+        return expected.what, self.now() - expected.since_s
 
     def sample(self) -> None:
         """Compare the last sign of life with the clock, and log if the run has hung or recovered."""
-        expected, now = self._expected, self._now()
-        if now - self._sampled_s > self._stall_s / 2:  # the whole process was stopped
+        expected, now = self._expected, self.now()
+        if now - self._sampled_s > self.stall_s / 2:  # the whole process was stopped
             self._awake_s = now
         self._sampled_s = now
         if self._stalled is not None and self._stalled != expected:
             before, self._stalled = self._stalled, None
             self._report_recovered(before)
-        if self._stalled is None and now - max(expected.since_s, self._awake_s) >= self._stall_s:
+        if self._stalled is None and now - max(expected.since_s, self._awake_s) >= self.stall_s:
             self._stalled = expected
             self._report_hung(expected, now - expected.since_s)
 
     def _run(self) -> None:
-        poll_s = min(_POLL_S, self._stall_s / 10)
+        poll_s = min(_POLL_S, self.stall_s / 10)
         while not self._stop.wait(poll_s):
             try:
                 self.sample()
@@ -108,24 +98,24 @@ class Watchdog:
         except Exception as error:  # the hang matters more than its cause
             waiting_for = f"an unknown cause ({type(error).__name__}: {one_line(error)})"
         text = f"hung: no {expected.what} for {seconds / 60:.1f} min: waiting for {waiting_for}"
-        path = self._stacks / time.strftime("%Y%m%dT%H%M%S.txt")
-        step, last = self._step()
+        path = self.stacks / time.strftime("%Y%m%dT%H%M%S.txt")
+        step, last = self.step()
         line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
-        fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
+        fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self.stacks.name}/{path.name}"}
         event = {"event": "hung", "what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
         _write_all(
             lambda: self._dump(path, text),
             lambda: log.error("%s; the run keeps waiting, and stopping it saves step %d", line, step),
-            lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]),
-            lambda: self._record("event", **fields, **event),
+            lambda: self.record("verdict", **fields, bound="hung", cause=None, overrides=[]),
+            lambda: self.record("event", **fields, **event),
         )
 
     def _report_recovered(self, expected: _Expected) -> None:
-        seconds = self._now() - expected.since_s
+        seconds = self.now() - expected.since_s
         text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
         _write_all(
             lambda: log.info("%s", text),
-            lambda: self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds),
+            lambda: self.record("event", event="recovered", step=self.step()[0], text=text, seconds=seconds),
         )
 
     def _dump(self, path: Path, text: str) -> None:
