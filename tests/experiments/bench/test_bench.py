@@ -100,7 +100,7 @@ def test_a_real_bench_with_a_trial_that_fails_interrupted_and_again(
 
 
 def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides: str) -> Measurement:
-    return measure_trial(tmp_path / "trials", read_config(config, overrides), 0.2, limit_s)
+    return measure_trial(tmp_path / "trials", read_config(config, overrides), 0.2, limit_s, None, lambda: False)
 
 
 @pytest.mark.long
@@ -118,7 +118,7 @@ def test_a_stop_ends_a_bench_whose_volumes_do_not_open(
     monkeypatch.setattr(session, "_prepared", lambda *_: outage.wait(_HANG_S))
     try:
         with pytest.raises(StoppedError, match="while the volumes were opened"):
-            measure_trial(tmp_path, read_config(config), 0.2, _HANG_S, stopping=lambda: True)
+            measure_trial(tmp_path, read_config(config), 0.2, _HANG_S, None, lambda: True)
     finally:
         outage.set()
 

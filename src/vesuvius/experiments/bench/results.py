@@ -112,9 +112,7 @@ def results_of(trials: Sequence[Trial], measurements: Sequence[Measurement]) -> 
     return [_result(trial, rounds, base, trials) for trial, rounds in zip(trials, by_trial, strict=True)]
 
 
-def _result(
-    trial: Trial, rounds: Sequence[Measurement], base: Sequence[Measurement], trials: Sequence[Trial]
-) -> Result:
+def _result(trial: Trial, rounds: list[Measurement], base: list[Measurement], trials: Sequence[Trial]) -> Result:
     fine = [m for m in rounds if m.ended == "ok"]
     others = {m.round: m.samples_s for m in base}
     pairs = [(m.samples_s, others[m.round]) for m in fine if m.round in others]

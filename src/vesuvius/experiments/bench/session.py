@@ -57,10 +57,8 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
     def config_with(overrides: Sequence[str]) -> Config:
         return read_config(request.source, [*request.overrides, *overrides], request.environment)
 
-    config, configs = (
-        config_with(()),
-        [machine.with_micro_batch(config_with(trial.overrides)) for trial in request.trials],
-    )
+    config = config_with(())
+    configs = [machine.with_micro_batch(config_with(trial.overrides)) for trial in request.trials]
     parent = run_dir(config).path / BENCHES
     with machine.locked(parent) as lock_fd:
         folder, done = new_folder(parent), list[Measurement]()
@@ -69,10 +67,10 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
         with StopRequest(None, "ending the trainer") as stop:
-            of_bench = partial(measure_trial, folder / "trials", lock_fd=lock_fd, stopping=stop.is_requested)
 
             def measure(trial: int, round: int) -> Measurement:
-                measurement = of_bench(configs[trial], request.seconds, request.limit_s)
+                asked = configs[trial], request.seconds, request.limit_s
+                measurement = measure_trial(folder / "trials", *asked, lock_fd, stop.is_requested)
                 if done:  # what is measured so far outlives this process
                     _write(request, config, folder, done)
                 where = f"round {round + 1} of {request.rounds}: {request.trials[trial].label}"
@@ -102,13 +100,7 @@ def measure_rounds(
 
 
 def measure_trial(
-    directory: Path,
-    config: Config,
-    seconds: float,
-    limit_s: float,
-    *,
-    lock_fd: int | None = None,
-    stopping: Callable[[], bool] = lambda: False,
+    directory: Path, config: Config, seconds: float, limit_s: float, lock_fd: int | None, stopping: Callable[[], bool]
 ) -> Measurement:
     """Measure `seconds` of the steady state of a trial by a process.  Raises StoppedError, and OSError of the disk."""
     began, launched_s, ranks = time.monotonic(), time.time(), _ranks_of(config)

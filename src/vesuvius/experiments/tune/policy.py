@@ -113,7 +113,7 @@ def _feed(search: Search) -> Asks[None]:
         at_once = is_requests or best.workers == 0
         near = (math.inf, -math.inf) if at_once else (least - _NEAR, least + _NEAR)
         changes = in_words(setting, best)
-        gain = yield from search.gain(setting, "reading", "reading", f"{changes}: {words}", have, near, 3)
+        gain = yield from search.gain((setting, "reading"), "reading", f"{changes}: {words}", have, near, 3)
         if gain is not None and gain.gain >= least:
             why = f"reading alone delivers {have * (1 + gain.gain):.3g} samples/s instead of {have:.3g}"
             search.take(setting, f"{why}; the trainer takes {search.trainer_rate():.3g}")
@@ -192,7 +192,7 @@ def _larger_batch(search: Search) -> Setting | None:
 def _try(search: Search, setting: Setting, why: str) -> Asks[bool]:
     """Take a setting whose steps alone are faster; returns whether it was taken."""
     words, rate, near = in_words(setting, search.best), search.trainer_rate(), (-STEP_SHORTCUT_GAIN, math.inf)
-    gain = yield from search.gain(setting, "step", "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
+    gain = yield from search.gain((setting, "step"), "steps", f"{words}: {why}", rate, near, MOST_PAIRS)
     return search.adopt(setting, gain, "steps", "steps alone", STEP_SHORTCUT_GAIN)
 
 

@@ -23,6 +23,8 @@ from vesuvius.runlog.units import format_duration
 
 Stage = Literal["baseline", "reading", "steps", "delivery", "confirm"]
 T = TypeVar("T")
+Variant = tuple[Setting, TrialKind]
+Pairs = list[tuple[float, float]]  # samples/s of two variants
 Asks = Generator["Trial", Result, T]
 
 SMALLEST_GAIN = 0.03
@@ -66,7 +68,7 @@ class Search:
         self.base = self.best = space.source
         self.because: dict[Knob, str] = {}  # reason for each changed knob
         self.notes: list[tuple[Stage, str]] = []  # for each stage, the rejected settings and why it ended
-        self.with_base: list[tuple[float, float]] = []  # samples/s of pairs of full runs of the best and the base
+        self.with_base: Pairs = []  # of full runs of the best and the base
         self.cut_short = ""  # why the search ended early; '' = it did not
         self.why_failed = ""  # why the last trial could not be measured
         self._overhead_s: dict[tuple[bool, bool], float] = {}  # longest time of a trial in addition to measuring
@@ -132,12 +134,7 @@ class Search:
         return not is_alive, kind == "run"
 
     def in_turn(
-        self,
-        one: tuple[Setting, TrialKind],
-        other: tuple[Setting, TrialKind],
-        stage: Stage,
-        most_pairs: int = MOST_PAIRS,
-        pairs: list[tuple[float, float]] | None = None,
+        self, one: Variant, other: Variant, stage: Stage, most: int = MOST_PAIRS, pairs: Pairs | None = None
     ) -> Asks[Comparison | None]:
         """Measure two settings alternately until it is settled whether `one` is faster; None without a pair.
 
@@ -150,7 +147,7 @@ class Search:
             if gain is not None:
                 is_large = stage != "confirm" and len(pairs) == 2 and all(a > (1 + shortcut) * b for a, b in pairs)
                 is_settled = len(pairs) in LOOKS and _is_gain_settled(gain)
-                if is_large or is_settled or len(pairs) >= most_pairs:
+                if is_large or is_settled or len(pairs) >= most:
                     return gain
             last = self.results[-1] if self.results else None
             at = (last.setting, last.kind) if last and last.ended == "ok" else None
@@ -165,26 +162,19 @@ class Search:
             pairs.append((rates[one], rates[other]))
 
     def gain(
-        self,
-        setting: Setting,
-        kind: TrialKind,
-        stage: Stage,
-        why: str,
-        have: float,
-        near: tuple[float, float],
-        most: int,
+        self, one: Variant, stage: Stage, why: str, have: float, near: tuple[float, float], most: int
     ) -> Asks[Comparison | None]:
         """The gain over the best, which has a rate of `have`; None = the measurement failed.
 
         One trial is enough unless its gain is in the range `near`; then up to `most` pairs are measured.
         """
-        first = yield from self.measure(setting, kind, stage, why)
+        first = yield from self.measure(*one, stage, why)
         if first is None:
             return None
         gain = first.rate / have - 1
         if not near[0] <= gain <= near[1]:
             return Comparison(gain, None, None, 1)
-        return (yield from self.in_turn((setting, kind), (self.best, kind), stage, most))
+        return (yield from self.in_turn(one, (self.best, one[1]), stage, most))
 
     def supply(self) -> float:
         """Rate of the best setting's readers over that of its steps, measured or predicted."""

@@ -68,14 +68,9 @@ class TrialRunner:
     """Measures settings in one trainer, restarted only if training settings other than the readers change."""
 
     def __init__(
-        self,
-        config: Config,
-        directory: Path,
-        *,
-        lock_fd: int | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        self, config: Config, folder: Path, lock_fd: int | None = None, stopping: Callable[[], bool] = lambda: False
     ) -> None:
-        self._config, self._directory, self._lock_fd, self._stopping = config, directory, lock_fd, stopping
+        self._config, self._folder, self._lock_fd, self._stopping = config, folder, lock_fd, stopping
         self._trainer: Trainer | None = None
         self._in_force = Setting.of(config)
         self._commands = 0
@@ -89,11 +84,11 @@ class TrialRunner:
             force = replace(setting, **readers)
         if starts or trainer is None:
             try:
-                config = trainer_config(force.applied_to(self._config), next_number(self._directory))
+                config = trainer_config(force.applied_to(self._config), next_number(self._folder))
             except ValidationError as error:
                 return Result(setting, kind, "failed", one_line(error, 400), 0.0)
             self.close()
-            trainer = self._trainer = Trainer(config, self._directory, self._lock_fd, takes_commands=True)
+            trainer = self._trainer = Trainer(config, self._folder, self._lock_fd, takes_commands=True)
             self._in_force = force
         self._commands += 1
         command = {"number": self._commands, "kind": kind, "seconds": seconds}
@@ -144,7 +139,7 @@ def tune(request: TuneRequest) -> tuple[int, RunReport]:
     with machine.locked(directory) as lock_fd:
         open_log(directory / "tune.log")
         stop, trials = StopRequest(None, "ending the trainer"), directory / "trials"
-        runner = TrialRunner(single_rank_config(request.config), trials, lock_fd=lock_fd, stopping=stop.is_requested)
+        runner = TrialRunner(single_rank_config(request.config), trials, lock_fd, stop.is_requested)
         with closing(runner), stop:
             log.info("tuning %s on %s", request.source, machine.machine_words())
             if (session := read_session(run.session)) is not None and is_alive(session):

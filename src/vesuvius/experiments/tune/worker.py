@@ -218,9 +218,8 @@ class TuneWorker:
         self._sample_memory()
 
     def _length(self, batch: int, seconds: float) -> steady.TrialLength:
-        return steady.TrialLength(
-            batch, steady.cycle_of(self._loop.job.plan, self._stream.options.num_processes), seconds
-        )
+        cycle = steady.cycle_of(self._loop.job.plan, self._stream.options.num_processes)
+        return steady.TrialLength(batch, cycle, seconds)
 
     def _fill(self) -> None:
         """Take batches until new readers have read all regions in flight."""
