@@ -103,13 +103,13 @@ def test_a_grep_for_kills_finds_each_kill(cause: Cause) -> None:
 
 
 def test_remedies_name_overrides_that_exist() -> None:
-    text = remedy_of("ray", "run", 4, FULL, ray_share=0.95)
+    text = remedy_of("ray", "run", 4, FULL, 0.95)
     assert "--resume training.workers=3 training.prefetch_factor=1" in text
     assert "95 %" in text
-    assert "training.workers" not in remedy_of("kernel", "run", 0, None)
-    assert "--resume" in remedy_of("signal", "run", 2, ROOMY)
-    assert "training.workers=1" in remedy_of("signal", "run", 2, FULL), "something else watches memory"
-    assert "continues" in remedy_of("signal", "worker", 2, None)
+    assert "training.workers" not in remedy_of("kernel", "run", 0, None, None)
+    assert "--resume" in remedy_of("signal", "run", 2, ROOMY, None)
+    assert "training.workers=1" in remedy_of("signal", "run", 2, FULL, None), "something else watches memory"
+    assert "continues" in remedy_of("signal", "worker", 2, None, None)
 
 
 @pytest.mark.parametrize(

@@ -270,9 +270,7 @@ def _classify(
     return classify_death(rise, last.limit_share if last else None, since, counted_s)
 
 
-def classify_death(
-    rise: KillCounts, share: float | None, since: str, counted_s: float = 0.0
-) -> tuple[Cause, list[str]]:
+def classify_death(rise: KillCounts, share: float | None, since: str, counted_s: float) -> tuple[Cause, list[str]]:
     """Return the cause of a death and the evidence.  Pure.
 
     Args:
@@ -295,9 +293,7 @@ def classify_death(
     return "unknown", [f"{counted}; which ones is unknown", _NAME_THE_VICTIM]
 
 
-def remedy_of(
-    cause: Cause, victim: Victim, workers: int, last: MemorySample | None, ray_share: float | None = None
-) -> str:
+def remedy_of(cause: Cause, victim: Victim, workers: int, last: MemorySample | None, ray_share: float | None) -> str:
     """Return what to do about a death, after the sample `last`; `ray_share`: share of memory at which Ray kills."""
     less = "Start it with --resume and a smaller data.regions_in_flight or training.train_batch_size."
     if workers:  # never suggests 0: the trainer would use that memory instead

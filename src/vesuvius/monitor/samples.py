@@ -93,9 +93,7 @@ def summarize(samples: Sequence[MemorySample]) -> Record:
     available = [sample.machine_available_bytes for sample in samples if sample.machine_available_bytes is not None]
     record["machine_available_bytes"] = min(available, default=None)
     if vrams:
-        spread = {
-            name: _sizes([getattr(vram, name) for vram in vrams]) for name in ("allocated_bytes", "reserved_bytes")
-        }
+        spread = {name: _sizes([getattr(v, name) for v in vrams]) for name in ("allocated_bytes", "reserved_bytes")}
         peak, free = max(vram.peak_bytes for vram in vrams), min(vram.free_bytes for vram in vrams)
         record["vram"] = asdict(vrams[-1]) | spread | {"peak_bytes": peak, "free_bytes": free}
     gpus: dict[str, list[GpuUse]] = {}

@@ -14,17 +14,9 @@ from vesuvius.runlog.units import format_count, format_duration, format_rate, fo
 
 Kind = Literal["compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound"]
 Cause = Literal[
-    "prefetch too small",
-    "cutting",
-    "handing over",
-    "first pass",
-    "workers too few",
-    "decoding",
-    "reading",
-    "store latency",
-    "workers stopped",
-    "too few tasks",
-]
+    "prefetch too small", "cutting", "handing over", "first pass", "workers too few", "decoding", "reading",
+    "store latency", "workers stopped", "too few tasks",
+]  # fmt: skip
 
 # Shares of the working time: waiting is fine below the first, computing above the second.
 _WAITS_GOOD, _COMPUTES_GOOD = 0.15, 0.80

@@ -238,9 +238,7 @@ def _events(records: RunRecords) -> Table:
     rows += [(d.time, str(d.step), "end" if d.cause in _ENDED_ITSELF else "death", headline(d)) for d in records.deaths]
     rows.sort(key=lambda row: row[0])
     note = f"the last {_MOST_EVENTS} of {len(rows)}" if len(rows) > _MOST_EVENTS else ""
-    shown = tuple(
-        (format_time(time) if np.isfinite(time) else NOT_KNOWN, *rest) for time, *rest in rows[-_MOST_EVENTS:]
-    )
+    shown = tuple((format_time(at) if np.isfinite(at) else NOT_KNOWN, *rest) for at, *rest in rows[-_MOST_EVENTS:])
     return Table("Events", ("time", "step", "event", "description"), shown, note)
 
 

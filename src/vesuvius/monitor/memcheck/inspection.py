@@ -268,9 +268,7 @@ class RunFiles:
 
     def peaks(self) -> dict[str, float]:
         """Return the largest recorded value of each figure, by the names of `spreads`."""
-        seen = [
-            (name, size) for record in self._system for name, sizes in spreads(record).items() for size in sizes[2:]
-        ]
+        seen = [(name, size) for r in self._system for name, sizes in spreads(r).items() for size in sizes[2:]]
         for sample in self._recent:
             seen += [(name, getattr(sample, name)) for name in ("used_bytes", "trainer_bytes", "shared_bytes")]
             seen += [(f"worker {pid}", size) for pid, size in sample.readers.items()]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, largest_share, shrinking_helps, used_share
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, shrinking_helps, used_share
 from vesuvius.monitor.memory.risk import Level, Risk
 
 Action = Literal["drop", "restart", "shrink", "exit"]
@@ -80,7 +80,7 @@ class Guard:
     def _action(
         self, time_s: float, helped: Sequence[MemoryLimit], left_s: float, loop: LoopStatus, leaks: bool
     ) -> Action | None:
-        share = largest_share(helped, self._policy)
+        share = max(used_share(limit, self._policy) for limit in helped)
         exit_s = 2 * loop.step_s + _SAVE_S  # an order waits for the current step, and the next one may be as long
         shows = time_s - self._carried_out_s >= _SHOWS_S
         if self._stays_beyond_exit(time_s, share, helped[0]) or (shows and left_s <= exit_s):

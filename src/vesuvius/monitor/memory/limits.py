@@ -153,10 +153,6 @@ def _squeeze(limit: MemoryLimit, policy: MemoryPolicy) -> float:
     return max(1.0, (policy.exit_at + _BELOW_KILL) * limit.total_bytes / limit.limit_bytes)
 
 
-def largest_share(limits: Iterable[MemoryLimit], policy: MemoryPolicy) -> float:
-    return max(used_share(limit, policy) for limit in limits)
-
-
 def shrinking_helps(limit: MemoryLimit, policy: MemoryPolicy) -> bool:
     """Whether there would be no risk without this run; otherwise reducing or stopping it would not help."""
     return used_share(replace(limit, used_bytes=limit.used_bytes - limit.own_bytes), policy) < policy.warn_at

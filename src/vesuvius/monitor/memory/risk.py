@@ -12,18 +12,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from statistics import median, median_low, pstdev
 
-from vesuvius.monitor.memory.limits import (
-    MemoryLimit,
-    MemoryPolicy,
-    largest_share,
-    limits_of,
-    shrinking_helps,
-    used_share,
-)
+from vesuvius.monitor.memory.limits import MemoryLimit, MemoryPolicy, limits_of, shrinking_helps, used_share
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, format_gib, format_rate, format_size
 
 _WINDOW_S = 5.0
+_WARMUP_S = 30.0
 _SPANS = (60, 24, 12, 10, 8, 6)  # windows; fewer than 6 give no useful interval
 # Least rise of growth, in multiples of fluctuations (`_stands_out`).  Chosen by simulation: with these, memory that
 # fluctuates about a constant mean leads to an alarm in less than 1 % of hours.
@@ -55,7 +49,7 @@ class PeakSeries:
         trend: growth (the interval is above 0, and it stands out) or shrinking; None = no trend, or too early.
     """
 
-    def __init__(self, warmup_s: float = 30.0) -> None:
+    def __init__(self, warmup_s: float = _WARMUP_S) -> None:
         self.trend: Trend | None = None
         self._peaks: deque[tuple[float, float]] = deque(maxlen=_SPANS[0])  # begin, bytes; the last window is open
         self._begin_s: float | None = None
@@ -190,16 +184,16 @@ class RiskWatch:
 
     The level follows from the largest share of a limit (`used_share`) or from the time that firm growth leaves,
     whichever is worse.  It falls only after memory stayed slightly below the threshold for ten seconds, so that a
-    sawtooth does not make it flap.  Growth is not judged in the first `warmup_s`.
+    sawtooth does not make it flap.
     """
 
-    def __init__(self, policy: MemoryPolicy, warmup_s: float = 30.0) -> None:
+    def __init__(self, policy: MemoryPolicy) -> None:
         self._policy = policy
         self._least_others: dict[str, int] = {}  # by limit, since the beginning
         self._level = Level.LOW
         self._held_at_s = 0.0
         self._restarted = False
-        self._begin(warmup_s)
+        self._begin(_WARMUP_S)
 
     def _begin(self, warmup_s: float) -> None:
         self._warmup_s = warmup_s
@@ -227,7 +221,8 @@ class RiskWatch:
         soon = {name: each.likely_s for name, each in left.items() if each and each.within_s <= _FIRST_WITHIN_S}
         limits.sort(key=lambda limit: soon.get(limit.name, math.inf))  # stable: the others stay sorted by bytes left
         trend, exhaustion = trends[limits[0].name], left[limits[0].name]
-        level = self._next_level(sample.time, largest_share(limits, self._policy), exhaustion)
+        share = max(used_share(limit, self._policy) for limit in limits)
+        level = self._next_level(sample.time, share, exhaustion)
         own = self._own.trend
         own_grows = own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
         risk = Risk(level, "", tuple(limits), trend, exhaustion, growing, own_grows)
