@@ -5,7 +5,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +33,16 @@ def on_thread(function: Callable[..., T], *arguments: Any, name: str) -> Future[
     future: Future[T] = Future()
     threading.Thread(target=_run, args=(future, function, arguments), name=name, daemon=True).start()
     return future
+
+
+def started_ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield each item, such as a call that an iterable starts, once the next `count` have been taken too."""
+    taken = deque[T]()
+    for item in items:
+        taken.append(item)
+        if len(taken) > count:
+            yield taken.popleft()
+    yield from taken
 
 
 def _run(future: Future[T], function: Callable[..., T], arguments: tuple[Any, ...]) -> None:

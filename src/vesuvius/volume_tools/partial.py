@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -33,6 +32,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk, take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
+from vesuvius.threads import started_ahead
 from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
 from vesuvius.volumes.box import (
@@ -122,16 +122,14 @@ class PartialCopy:
         """The missing chunks of a level, each with the result of `work` on its voxels."""
         chunks = self.missing(level)
         boxes = [self.plan.box_of(level, chunk) for chunk in chunks]
-        working = deque[tuple[Triple, Future[T]]]()
-        for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
-            ahead(boxes, number)
-            if (voxels := read(box)) is None:
-                continue
-            working.append((chunk, writers.submit(work, chunk, voxels)))
-            if len(working) > _WRITERS:
-                first, done = working.popleft()
-                yield first, done.result()
-        yield from ((chunk, done.result()) for chunk, done in working)
+
+        def working() -> Iterator[tuple[Triple, Future[T]]]:
+            for number, (chunk, box) in enumerate(zip(chunks, boxes, strict=True)):
+                ahead(boxes, number)
+                if (voxels := read(box)) is not None:
+                    yield chunk, writers.submit(work, chunk, voxels)
+
+        yield from ((chunk, done.result()) for chunk, done in started_ahead(working(), _WRITERS))
 
     def fill_coarser(self, on_chunk: Callable[[int], None] = lambda size: None) -> None:
         """Write the metadata of the finest level, whose chunks are complete, then each coarser level from the finer."""

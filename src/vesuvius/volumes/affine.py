@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vesuvius.config import StoreConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
-from vesuvius.volumes.errors import FetchError, UnreadableChunkError
+from vesuvius.volumes.errors import FetchError, damage_seen
 from vesuvius.volumes.format.metadata import parse_object
 from vesuvius.volumes.store.objects import display_address
 from vesuvius.volumes.store.source import open_object
@@ -25,6 +25,8 @@ from vesuvius.volumes.store.source import open_object
 Floats = NDArray[np.floating[Any]]
 Rows = tuple[tuple[float, ...], ...]
 """An affine matrix [3, 4] for a voxel (z, y, x, 1)."""
+ReadBox = Callable[[Box, NDArray[Any] | None], NDArray[Any]]
+"""Reads a box of an array, as `Volume.read`, into an array if one is given."""
 
 _EDGE = 1e-6  # voxels: a center this close to a boundary is on it, and in the lower voxel
 _CONDITION_MAX = 1e6
@@ -78,9 +80,7 @@ class AffineAlignment:
         last = np.ceil(high).clip(first, stop - 1).astype(int)
         return box_along(zip(first.tolist(), (last + 1).tolist(), strict=True))
 
-    def read(
-        self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+    def read(self, box: Box, read: ReadBox, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read the array on the grid of the volume; arguments and errors as `Alignment.read`.
 
         The box of an UnreadableChunkError is inside the damaged voxels, and may be empty: regions that touch it are not
@@ -88,11 +88,8 @@ class AffineAlignment:
         """
         for part in self._parts(box):
             inner = self.array_box(part)
-            try:
+            with damage_seen(box, partial(_inner_box, self.rows, self.covered)):
                 voxels = read(inner, None)
-            except UnreadableChunkError as error:
-                damaged = _inner_box(self.rows, self.covered, error.box)
-                raise UnreadableChunkError(error.volume, box, error.chunk, damaged, error.cause) from error
             out = np.empty(shape_of(box), voxels.dtype) if out is None else out
             self._resample(voxels, inner[0], part, out[part[0][0] - box[0][0] : part[1][0] - box[0][0]])
         assert out is not None

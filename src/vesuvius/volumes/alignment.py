@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.config.patterns import name_of
 from vesuvius.errors import DataError
-from vesuvius.volumes.affine import AffineAlignment, Floats, as_rows
+from vesuvius.volumes.affine import AffineAlignment, Floats, ReadBox, as_rows
 from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
-from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.errors import damage_seen
 from vesuvius.volumes.geometry import MICROMETERS, VOXELS, Geometry, space_of
 from vesuvius.volumes.store.objects import display_address
 from vesuvius.volumes.volume import Volume
@@ -81,19 +81,14 @@ class Alignment:
             ends.append((start, max(stop, start + 1)))
         return box_along(ends)
 
-    def read(
-        self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+    def read(self, box: Box, read: ReadBox, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read the array on the grid of the volume: the array's dtype, the shape of the box.
 
-        `read` reads voxels of the array, as `Volume.read`.  Raises UnreadableChunkError, in voxels of the volume.
+        Raises what `read` raises, UnreadableChunkError in voxels of the volume.
         """
         inner, plain = self.array_box(box), self.factors == ONES
-        try:
+        with damage_seen(box, self.volume_box):
             voxels = read(inner, out if plain else None)
-        except UnreadableChunkError as error:
-            damaged = self.volume_box(error.box)
-            raise UnreadableChunkError(error.volume, box, error.chunk, damaged, error.cause) from error
         if plain:
             return voxels
         out = np.empty(shape_of(box), voxels.dtype) if out is None else out

@@ -1,7 +1,6 @@
 """The surroundings of a patch in a coarser array: a window of as many voxels as the patch, around its center.  Pure."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,9 +11,10 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, ConditionConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.runlog.units import format_sizes
+from vesuvius.volumes.affine import ReadBox
 from vesuvius.volumes.alignment import Alignment, AnyAlignment
 from vesuvius.volumes.box import Box, box_along, box_at, intersection, triple
-from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.errors import damage_seen
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,12 @@ class ContextAlignment(Alignment):
             ends.append((first, math.ceil((hi + middle) * factor + offset - half) - 1 + size))
         return intersection(box_along(ends), ((0, 0, 0), self.volume_zyx))
 
-    def read(
-        self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+    def read(self, box: Box, read: ReadBox, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read the voxels of `cover(box)`; arguments and errors as in `Alignment.read`."""
-        try:
+        with damage_seen(box, self.volume_box):
             return self.read_array(self.cover(box), read, out)
-        except UnreadableChunkError as error:
-            damaged = self.volume_box(error.box)
-            raise UnreadableChunkError(error.volume, box, error.chunk, damaged, error.cause) from error
 
-    def read_array(
-        self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
+    def read_array(self, box: Box, read: ReadBox, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read a box of the array, which may reach outside: there the nearest voxel is repeated."""
         rows = self._clipped(box)
         inner = box_along((int(row[0]), int(row[-1]) + 1) for row in rows)

@@ -3,6 +3,8 @@
 import errno
 import re
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
@@ -87,6 +89,15 @@ class UnreadableChunkError(DataError):
             "chunk from its source (`vesuvius volume verify` lists all such chunks)"
         )
         self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
+
+
+@contextmanager
+def damage_seen(box: Box, volume_box: Callable[[Box], Box]) -> Iterator[None]:
+    """Raise an UnreadableChunkError of an array in voxels of the volume, whose `box` was read; `volume_box` maps it."""
+    try:
+        yield
+    except UnreadableChunkError as error:
+        raise UnreadableChunkError(error.volume, box, error.chunk, volume_box(error.box), error.cause) from error
 
 
 def status_of(error: BaseException) -> int | None:

@@ -10,14 +10,13 @@ import math
 import os
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 import zarr
@@ -26,6 +25,7 @@ from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, broken_link, one_line
+from vesuvius.threads import started_ahead
 from vesuvius.volumes import errors
 from vesuvius.volumes.affine import Floats, read_transform
 from vesuvius.volumes.box import Box, format_box, indexed_box, intersection, shape_of, slices
@@ -39,8 +39,6 @@ from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.voxels import Nan, Nonfinite, check_finite
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _AHEAD = 4  # chunks fetched from disk while another one is decoded: hides the latency of a network mount
 _SAME_SIZE = 0.02  # of a voxel size: writers round it
@@ -208,14 +206,6 @@ class Volume:
     def close(self) -> None:
         self.source.close()
 
-    def _load(self, fetch: Callable[[], bytes | None]) -> NDArray[Any] | None:
-        if (data := fetch()) is None:
-            return None
-        voxels = self._decode(data)
-        if self.nan == "error":
-            check_finite(voxels)
-        return voxels
-
     def _fetches(self, box: Box) -> Iterator[tuple[Triple, Callable[[], bytes | None]]]:
         chunks = self.grid.chunks_of(box)
         if self.source.remote:
@@ -233,7 +223,7 @@ class Volume:
                 yield chunk, partial(self.grid.fetch, chunk, self.source.get)
             return
         fetching = ((chunk, self.source.start(self.grid.fetch, chunk, self.source.get)) for chunk in chunks)
-        yield from _started_ahead(fetching)
+        yield from ((chunk, future.result) for chunk, future in started_ahead(fetching, _AHEAD))
 
     def _staged_bytes(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         started = time.perf_counter()
@@ -246,10 +236,12 @@ class Volume:
         """The voxels of a chunk, None if it is air; one that seems damaged is fetched again, bypassing all caches."""
         for tries_left in reversed(range(_TRIES)):
             try:
-                voxels = self._load(fetch)
-                if voxels is None:
+                if (data := fetch()) is None:
                     self.missing.check_absent(chunk, box)
                     return None
+                voxels = self._decode(data)
+                if self.nan == "error":
+                    check_finite(voxels)
                 self.missing.mark_present(chunk)
                 return self.axes.slab(voxels, self._others)
             except (DataError, errors.ClosedError):
@@ -284,17 +276,6 @@ class Volume:
         kind = "" if isinstance(error, (errors.FetchError, ShardIndexError)) else f"{type(error).__name__}: "
         damaged = self.grid.object_box(chunk) if isinstance(error, ShardIndexError) else self.grid.box_of(chunk)
         return errors.UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
-
-
-def _started_ahead(futures: Iterable[tuple[Triple, Future[T]]]) -> Iterator[tuple[Triple, Callable[[], T]]]:
-    """Yield each chunk with a function that waits for its future, once the next ones have started."""
-    started: deque[tuple[Triple, Future[T]]] = deque()
-    for each in futures:
-        started.append(each)
-        if len(started) > _AHEAD:
-            chunk, future = started.popleft()
-            yield chunk, future.result
-    yield from ((chunk, future.result) for chunk, future in started)
 
 
 def open_volume(
