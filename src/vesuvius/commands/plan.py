@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from vesuvius.commands.cli import Parser, as_command, full_path, number_from_0, positive, positive_number
-from vesuvius.commands.volume.shared import print_facts
+from vesuvius.commands.facts import print_facts
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.volumes.store.objects import is_remote

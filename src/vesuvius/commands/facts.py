@@ -1,50 +1,16 @@
-"""Shared by the `vesuvius volume` commands: arguments, and facts printed for people or as JSON."""
+"""Facts that a command prints: for people, or as JSON."""
 
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import BaseModel
 
-from vesuvius.commands.cli import Parser, naturals, number_from_0, positive, say
-from vesuvius.commands.sample import level
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.commands.cli import say
 from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volumes.box import format_box
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
-_STORE = StoreConfig()
-
-
-def add_source(parser: Parser, metavar: str, meaning: str) -> None:
-    parser.add_argument("path", metavar=metavar, help=meaning)
-    levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
-    parser.add_argument("--level", type=level, default={}, help=levels)
-    select = "index for each axis other than z, y, x"
-    parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
-
-
-def source_of(arguments: argparse.Namespace) -> ArrayConfig:
-    return ArrayConfig(path=arguments.path, select=arguments.select, **arguments.level)
-
-
-def add_store(parser: Parser) -> None:
-    stores = parser.add_argument_group("reading from stores")
-    count, minutes = _STORE.requests, _STORE.outage_minutes
-    requests = f"requests in flight per process (default: {count})"
-    stores.add_argument("--requests", type=positive, default=count, help=requests)
-    outage = f"how long to retry if the network or server is down (default: {minutes:g})"
-    stores.add_argument("--outage-minutes", type=number_from_0, default=minutes, metavar="M", help=outage)
-    forbidden = "treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
-    stores.add_argument("--forbidden-is-absent", action="store_true", help=forbidden)
-
-
-def store_of(arguments: argparse.Namespace) -> StoreConfig:
-    return StoreConfig(
-        **{name: getattr(arguments, name) for name in ("requests", "outage_minutes", "forbidden_is_absent")}
-    )
 
 
 def print_facts(facts: Mapping[str, Any], arguments: argparse.Namespace) -> None:
