@@ -48,7 +48,7 @@ def _parser() -> Parser:
             "vesuvius bench --config configs/demo.yaml --ranks 1,2,4,8",
         ),
     )
-    add_config(parser)
+    add_config(parser, required=True)
     for name, meaning in (("sweep", "several form a grid"), ("compare", "other keys stay at the baseline")):
         words = f"values of one key; {meaning}"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=A,B,...", help=words)

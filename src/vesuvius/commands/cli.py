@@ -52,18 +52,30 @@ COMMANDS = {
 
 
 def as_command(body: Callable[[list[str]], int]) -> Callable[..., int]:
-    """The `main` of a command: logs to the terminal, turns errors into a message and an exit code; see `_ended`."""
+    """The `main` of a command: logs to the terminal, turns errors into a message and an exit code.
+
+    Without arguments, it takes those of this process and ends it.
+    """
 
     @functools.wraps(body)
     def main(argv: list[str] | None = None) -> int:
-        return _ended(functools.partial(_run_command, body), argv)
+        with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
+            if argv is None:
+                faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
+                stream.reconfigure(errors="backslashreplace")
+        exit_code = _run_command(body, sys.argv[1:] if argv is None else argv)
+        if argv is None:
+            end_soon(exit_code)
+        return exit_code
 
     return main
 
 
 @as_command
 def main(arguments: list[str]) -> int:
-    """Run one command.  Returns the exit code; without arguments, takes those of this process and ends it."""
+    """Run one command.  Returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         names = "\n".join(f"  {name:10} {meaning}" for name, meaning in COMMANDS.items())
         say(f"usage: vesuvius <command> [options]\n\ncommands:\n{names}\n\n`vesuvius <command> --help` explains one")
@@ -77,19 +89,6 @@ def main(arguments: list[str]) -> int:
     shared = command in ("quarantine", "report")
     module = importlib.import_module(f"vesuvius.commands.{'runs' if shared else command}")
     exit_code: int = getattr(module, command if shared else "main")(rest)
-    return exit_code
-
-
-def _ended(body: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    with suppress(RuntimeError, ValueError):  # standard error is closed or has no descriptor
-        if argv is None:
-            faulthandler.enable(all_threads=False)  # a crash in a codec or driver leaves a stack
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
-            stream.reconfigure(errors="backslashreplace")
-    exit_code = body(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        end_soon(exit_code)
     return exit_code
 
 
@@ -195,10 +194,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(errors.EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
-def add_config(parser: Parser, *, required: bool = True) -> None:
-    parser.add_argument(
-        "--config", type=full_path, metavar="FILE", required=required, help="YAML file of the experiment"
-    )
+def add_config(parser: Parser, name: str = "--config", metavar: str = "FILE", **more: Any) -> None:
+    parser.add_argument(name, type=full_path, metavar=metavar, help="YAML file of the experiment", **more)
+    add_overrides(parser)
+
+
+def add_overrides(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
 
 

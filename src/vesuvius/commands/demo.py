@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from vesuvius.commands import train, volume
-from vesuvius.commands.cli import Parser, as_command, say
+from vesuvius.commands.cli import Parser, add_overrides, as_command, say
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK, ConfigError, needs_extra
 from vesuvius.runlog.progress import Progress
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         "replaces that of an earlier demo, but no other.",
         examples=("vesuvius demo", "vesuvius demo training.max_steps=100"),
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    add_overrides(parser)
     args = parser.parse_args(argv)
     with needs_extra("`vesuvius demo`", "safetensors"):  # before anything is written
         pass

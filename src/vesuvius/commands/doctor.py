@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
         epilog="exit codes: 0 = no line is fail, 2 = usage, 7 = a line is fail",
         examples=("vesuvius doctor", "vesuvius doctor --config configs/demo.yaml"),
     )
-    add_config(parser, required=False)
+    add_config(parser)
     args = parser.parse_intermixed_args(argv)
     if args.overrides and args.config is None:
         parser.error("key.path=value needs a config; add --config FILE")

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
-from vesuvius.commands.cli import Parser, as_command, full_path, number_from_0, positive, positive_number
+from vesuvius.commands.cli import Parser, add_config, as_command, full_path, number_from_0, positive, positive_number
 from vesuvius.commands.facts import print_facts
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
@@ -43,8 +43,7 @@ def main(argv: list[str]) -> int:
             "vesuvius plan configs/demo.yaml --gpus 1 --step-from runs/demo --json training.workers=4",
         ),
     )
-    parser.add_argument("config", type=full_path, metavar="CONFIG", help="YAML file of the experiment")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    add_config(parser, "config", "CONFIG")
     parser.add_argument("--gpus", type=positive, metavar="N", required=True, help="ranks of the run, one GPU each")
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--cores", type=positive, metavar="N", help="cores of a node (default: of this machine)")

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
             "vesuvius profile --config configs/demo.yaml --trace training.workers=4",
         ),
     )
-    add_config(parser)
+    add_config(parser, required=True)
     steps = "steps measured after the warm-up (default: 20)"
     parser.add_argument("--steps", type=at_least(5), default=20, metavar="N", help=steps)
     trace = "also write a trace for chrome://tracing, and list the slowest operators"

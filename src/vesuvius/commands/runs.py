@@ -10,6 +10,7 @@ from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
 
 _PORT = 8642
+_RUN = "run directory, or the name of a run below runs/"
 
 
 @as_command
@@ -20,7 +21,7 @@ def report(argv: list[str]) -> int:
         "verdict, time, losses, memory, events, previews, config.",
         examples=("vesuvius report demo --serve", "vesuvius report demo other-run --out comparison"),
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or the name of a run below runs/")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=_RUN)
     parser.add_argument(
         "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
     )
@@ -57,7 +58,7 @@ def quarantine(argv: list[str]) -> int:
         "reads cleared chunks again: those still damaged return to the list, and those no longer stored count as air.",
         examples=("vesuvius quarantine demo", "vesuvius quarantine demo --clear"),
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, or the name of a run below runs/")
+    parser.add_argument("run", metavar="RUN", help=_RUN)
     parser.add_argument("--clear", action="store_true", help="let the next --resume read all of them again")
     args = parser.parse_args(argv)
     run = find_run(args.run)

@@ -7,17 +7,7 @@ import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands.cli import (
-    Parser,
-    as_command,
-    full_path,
-    lengths,
-    natural,
-    positive,
-    positive_number,
-    say,
-    triple,
-)
+from vesuvius.commands import cli
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -48,7 +38,7 @@ KEYS = {
 _OF_VOLUMES = ("overlap", "workers", "cluster", "rounds")
 
 
-@as_command
+@cli.as_command
 def main(argv: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -65,8 +55,8 @@ def main(argv: list[str]) -> int:
     return _volume(arguments, common) if volume else _patches(arguments, common)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         prog="vesuvius sample",
         description="Generate patches with a trained model, or a volume of any size (--shape, or an --out that ends in "
         ".zarr).  Patches are written to samples.zarr, with a montage.png; the same seed gives the same samples.",
@@ -83,16 +73,16 @@ def _parser() -> Parser:
         help="name or directory of a run (its newest checkpoint), a checkpoint, such as runs/NAME/checkpoints/best, or "
         "a model file or its address (docs/model-card.md)",
     )
-    parser.add_argument("--count", type=positive, help="number of patches (default: 16)")
+    parser.add_argument("--count", type=cli.positive, help="number of patches (default: 16)")
     parser.add_argument(
-        "--out", type=full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
+        "--out", type=cli.full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
     )
     more = parser.add_argument_group("more options")
     index = "training volume whose intensities and condition are used (default: 0, the first)"
-    more.add_argument("--volume", type=natural, default=0, metavar="N", help=index)
+    more.add_argument("--volume", type=cli.natural, default=0, metavar="N", help=index)
     add_sampling(parser, more)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
-    size, part = triple(1, "256,512,512"), "part of --condition, --inpaint and --mask to use (default: all)"
+    size, part = cli.triple(1, "256,512,512"), "part of --condition, --inpaint and --mask to use (default: all)"
     volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
     labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
     volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
@@ -105,11 +95,11 @@ def _parser() -> Parser:
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
     volumes.add_argument("--mask", type=array, metavar="VOLUME", help=mask)
     rounds = "network evaluations per step of --inpaint; more improve the borders (default: 4)"
-    volumes.add_argument("--rounds", type=positive, help=rounds)
+    volumes.add_argument("--rounds", type=cli.positive, help=rounds)
     overlap = "overlap of neighboring tiles, 0 to 0.75; at least 4 voxels unless 0 (default: 0.25)"
     volumes.add_argument("--overlap", type=float, metavar="SHARE", help=overlap)
     workers = "processes, each with a GPU or core; 1 = this one (default: all of this machine)"
-    volumes.add_argument("--workers", type=positive, help=workers)
+    volumes.add_argument("--workers", type=cli.positive, help=workers)
     cluster = "Ray cluster whose nodes share the folder of --out; needs --workers"
     volumes.add_argument("--cluster", metavar="ADDRESS", help=cluster)
     volumes.add_argument("--dry-run", action="store_true", help="print the disk space and time needed; write nothing")
@@ -118,9 +108,9 @@ def _parser() -> Parser:
 
 def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup) -> None:
     """Add the options of `sampling_of`: seed, batch, weights, guide, and those that set config keys."""
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the samples (default: 0)")
+    parser.add_argument("--seed", type=cli.natural, default=0, help="seed of the samples (default: 0)")
     batch = "patches or tiles computed at once; equal sizes give equal bits (default: 4)"
-    more.add_argument("--batch-size", type=positive, default=4, help=batch)
+    more.add_argument("--batch-size", type=cli.positive, default=4, help=batch)
     weights = "ema (averaged; default), model (the last step's), ema_0.999 and the like (training.extra_ema_decays)"
     more.add_argument("--weights", default="ema", metavar="NAME", help=weights)
     guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
@@ -153,8 +143,8 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: in
 def level(text: str) -> dict[str, Any]:
     """Parse a level of a pyramid or, with the unit um, a voxel size that picks it, as a key of `ArrayConfig`."""
     if not text.endswith(("um", "µm")):
-        return {"level": natural(text)}
-    return {"voxel_size_um": lengths(text[:-2]) if "," in text else positive_number(text[:-2])}
+        return {"level": cli.natural(text)}
+    return {"voxel_size_um": cli.lengths(text[:-2]) if "," in text else cli.positive_number(text[:-2])}
 
 
 def array(text: str) -> ArrayConfig:
@@ -180,7 +170,7 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
     request = SampleRequest(**common, count=arguments.count or 16, out=arguments.out)
     with Progress("sampling") as progress:
         text = generate_samples(request, progress.update)
-    say(text)
+    cli.say(text)
     return EXIT_OK
 
 
@@ -209,12 +199,12 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         coarse, request = run.with_coarse(request, first)
     check_picture(request, picture)
     if arguments.dry_run:
-        say(run.forecast_volume(request) if coarse is None else run.forecast_with_coarse(coarse, request))
+        cli.say(run.forecast_volume(request) if coarse is None else run.forecast_with_coarse(coarse, request))
         return EXIT_OK
     with Progress("sampling") as progress:
         if coarse is not None:
             run.generate_volume(coarse, progress.update)
         text = run.generate_volume(request, progress.update)
     draw_volume_picture(request, picture)
-    say(f"{text}; middle slices: {picture}")
+    cli.say(f"{text}; middle slices: {picture}")
     return EXIT_OK

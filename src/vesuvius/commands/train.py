@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
             "vesuvius train --config configs/demo.yaml --resume",
         ),
     )
-    add_config(parser)
+    add_config(parser, required=True)
     parser.add_argument("--resume", action="store_true", help="continue this run from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
     more = parser.add_argument_group("more options")

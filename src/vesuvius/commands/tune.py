@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
             "vesuvius tune --config configs/demo.yaml --keep compile,workers",
         ),
     )
-    add_config(parser)
+    add_config(parser, required=True)
     budget = "total measuring time: 90s, 30m (default), 1h30m"
     parser.add_argument("--budget", type=duration, default=1800.0, metavar="TIME", help=budget)
     keep = f"do not change these settings; any of {', '.join(KEEPABLE)}"

@@ -15,19 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from vesuvius.commands.cli import (
-    Parser,
-    as_command,
-    full_path,
-    lengths,
-    natural,
-    naturals,
-    number_from_0,
-    positive,
-    positive_number,
-    say,
-    triple,
-)
+from vesuvius.commands import cli
 from vesuvius.commands.facts import print_facts
 from vesuvius.commands.sample import array, box, level
 from vesuvius.config import ArrayConfig, StoreConfig
@@ -45,14 +33,15 @@ from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # argparse has no public name for it
+Commands: TypeAlias = "argparse._SubParsersAction[cli.Parser]"  # argparse has no public name for it
 Facts: TypeAlias = Mapping[str, Any]
 _STORE = StoreConfig()
+_LABELS = "the voxels are labels: coarser levels have the most frequent of 2x2x2, not their mean"
 
 
-@as_command
+@cli.as_command
 def main(argv: list[str]) -> int:
-    parser = Parser(
+    parser = cli.Parser(
         prog="vesuvius volume",
         description="Import, inspect, copy, list, verify, synthesize and relabel volumes.",
         examples=("vesuvius volume info scroll.zarr", "vesuvius volume import --help"),
@@ -67,7 +56,7 @@ def main(argv: list[str]) -> int:
     if arguments.command != "verify":
         return EXIT_OK
     if not arguments.json:
-        say("restore the broken chunks from their source" if facts["broken"] else "all chunks are intact")
+        cli.say("restore the broken chunks from their source" if facts["broken"] else "all chunks are intact")
     return EXIT_DATA if facts["broken"] else EXIT_OK
 
 
@@ -79,11 +68,11 @@ def add_synth(commands: Commands) -> None:
         "sheet labels (OUT.labels.zarr; 1 = papyrus).  Voxels depend only on seed and shape.",
         examples=("vesuvius volume synth volumes/scroll.zarr --shape 256,512,512 --seed 1",),
     )
-    synth.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    size, shape = triple(MIN_SIZE_VOXELS, "256,512,512"), "size in voxels (default: 256,512,512)"
+    add_out(synth)
+    size, shape = cli.triple(MIN_SIZE_VOXELS, "256,512,512"), "size in voxels (default: 256,512,512)"
     synth.add_argument("--shape", type=size, default=(256, 512, 512), metavar="Z,Y,X", help=shape)
-    synth.add_argument("--seed", type=natural, default=0, help="seed of the scroll (default: 0)")
-    synth.add_argument("--chunk", type=natural, default=128, help="chunk size in voxels, even (default: 128)")
+    synth.add_argument("--seed", type=cli.natural, default=0, help="seed of the scroll (default: 0)")
+    synth.add_argument("--chunk", type=cli.natural, default=128, help="chunk size in voxels, even (default: 128)")
     windings = "also write OUT.instances.zarr: the number of the winding of each voxel of papyrus, 0 = none"
     synth.add_argument("--instances", action="store_true", help=windings)
     synth.set_defaults(run=_synth)
@@ -103,14 +92,14 @@ def add_info(commands: Commands) -> None:
         "(`vesuvius train --dry-run` describes how patches are read.)",
         examples=("vesuvius volume info scroll.zarr --level 1", "vesuvius volume info scroll.zarr labels.zarr"),
     )
-    add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
+    add_source(info, "PATH")
     other = "show only how this array (PATH, PATH@LEVEL or PATH@7.91um) aligns with PATH; exit code 6 if it does not"
     info.add_argument("other", type=array, nargs="?", metavar="OTHER", help=other)
     size = ",".join(map(str, BOX_ZYX))
     patch = f"size of a box in voxels (default: {size})"
-    info.add_argument("--patch", type=triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=patch)
+    info.add_argument("--patch", type=cli.triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=patch)
     boxes = "number of boxes to sample intensities from (default: 16)"
-    info.add_argument("--boxes", type=natural, default=16, help=boxes)
+    info.add_argument("--boxes", type=cli.natural, default=16, help=boxes)
     info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
     info.set_defaults(run=_info)
@@ -144,14 +133,14 @@ def add_copy(commands: Commands) -> None:
         "chunks could not be read.",
         examples=("vesuvius volume copy https://host/scroll.zarr scroll.zarr --level 2",),
     )
-    add_source(copy, "SOURCE", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
-    copy.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    start, size = triple(0, "0,128,128"), triple(1, "72,136,136")
+    add_source(copy, "SOURCE")
+    add_out(copy)
+    start, size = cli.triple(0, "0,128,128"), cli.triple(1, "72,136,136")
     copy.add_argument("--start", type=start, default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)")
     copy.add_argument("--size", type=size, metavar="Z,Y,X", help="size of the box in voxels (default: to the end)")
     levels = "levels to write, each averaging 2x2x2 voxels (default: 1)"
-    copy.add_argument("--levels", type=natural, default=1, help=levels)
-    _add_labels(copy)
+    copy.add_argument("--levels", type=cli.natural, default=1, help=levels)
+    copy.add_argument("--labels", action="store_true", help=_LABELS)
     add_store(copy)
     copy.set_defaults(run=_copy)
 
@@ -185,23 +174,18 @@ def add_import(commands: Commands) -> None:
     formats = "TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET, .n5:/DATASET"
     source = f"folder of {formats}; or raw voxels with --shape and --dtype"
     importer.add_argument("source", metavar="SOURCE", help=source)
-    importer.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    add_out(importer)
     select = "index for each axis (longer than 1) other than z, y, x, such as channel, time and color"
-    importer.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
-    shape = triple(1, "1024,2048,2048")
+    importer.add_argument("--select", type=cli.naturals, default=(), metavar="I,...", help=select)
+    shape = cli.triple(1, "1024,2048,2048")
     importer.add_argument("--shape", type=shape, metavar="Z,Y,X", help="size of a raw file in voxels")
     importer.add_argument("--dtype", type=_dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
     voxel = "voxel size (default: from the source)"
-    importer.add_argument("--voxel-size-um", type=lengths, metavar="Z,Y,X", help=voxel)
+    importer.add_argument("--voxel-size-um", type=cli.lengths, metavar="Z,Y,X", help=voxel)
     levels = "levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)"
-    importer.add_argument("--levels", type=natural, help=levels)
-    _add_labels(importer)
+    importer.add_argument("--levels", type=cli.natural, help=levels)
+    importer.add_argument("--labels", action="store_true", help=_LABELS)
     importer.set_defaults(run=_import)
-
-
-def _add_labels(parser: argparse.ArgumentParser) -> None:
-    words = "the voxels are labels: coarser levels have the most frequent of 2x2x2, not their mean"
-    parser.add_argument("--labels", action="store_true", help=words)
 
 
 def _dtype(text: str) -> np.dtype[Any]:
@@ -234,13 +218,13 @@ def _speed(stats: CopyStats) -> str:
 
 
 _CHANGES: dict[str, tuple[float, Callable[[str], float], str, str]] = {
-    "deform": (0.0, number_from_0, "A", "smooth random deformation; root mean square displacement"),
-    "deform_length": (32.0, positive_number, "L", "correlation length of --deform"),
-    "bend": (0.0, number_from_0, "A", "deformation as long as half the box; root mean square displacement"),
+    "deform": (0.0, cli.number_from_0, "A", "smooth random deformation; root mean square displacement"),
+    "deform_length": (32.0, cli.positive_number, "L", "correlation length of --deform"),
+    "bend": (0.0, cli.number_from_0, "A", "deformation as long as half the box; root mean square displacement"),
     "thicken": (0.0, float, "V", "grow each instance into class 0; negative: shrink it"),
-    "tear": (0, natural, "N", "strips of 4 voxels cut across instances"),
-    "contact": (0.0, number_from_0, "SHARE", "move instances until this share of neighboring pairs is --within"),
-    "within": (6.0, number_from_0, "V", "gap between two instances that counts as contact; 0 = touching"),
+    "tear": (0, cli.natural, "N", "strips of 4 voxels cut across instances"),
+    "contact": (0.0, cli.number_from_0, "SHARE", "move instances until this share of neighboring pairs is --within"),
+    "within": (6.0, cli.number_from_0, "V", "gap between two instances that counts as contact; 0 = touching"),
 }
 
 
@@ -257,13 +241,13 @@ def add_relabel(commands: Commands) -> None:
         ),
     )
     relabel.add_argument("labels", type=array, metavar="LABELS", help="classes, 0 = nothing: PATH or PATH@LEVEL")
-    relabel.add_argument("out", type=full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    add_out(relabel)
     instances = "ids of the same voxels, one per sheet or body, 0 = none; needed by all but --deform and --bend"
     relabel.add_argument("--instances", type=array, metavar="VOLUME", help=instances)
     boundary = "LABELS are ids of bodies; OUT.zarr gets 1 at their boundaries and at id 0"
     relabel.add_argument("--boundary", action="store_true", help=boundary)
     relabel.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help="part to change (default: all)")
-    relabel.add_argument("--seed", type=natural, default=0, help="seed of the changes (default: 0)")
+    relabel.add_argument("--seed", type=cli.natural, default=0, help="seed of the changes (default: 0)")
     changes = relabel.add_argument_group("changes, in this order")
     for name, (default, kind, metavar, meaning) in _CHANGES.items():
         text = f"{meaning} (default: {default:g})"
@@ -289,9 +273,9 @@ def add_occupancy(commands: Commands) -> None:
         "(data.min_foreground) and `vesuvius volume info`.",
         examples=("vesuvius volume occupancy scroll.zarr", "vesuvius volume occupancy s3://b/s.zarr --out s.npz"),
     )
-    add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3://, gs:// or az://")
+    add_source(occupancy, "PATH", "s3://, gs:// or az://")
     out = "file to write instead; required for an address"
-    occupancy.add_argument("--out", type=full_path, metavar="FILE", help=out)
+    occupancy.add_argument("--out", type=cli.full_path, metavar="FILE", help=out)
     occupancy.set_defaults(run=_occupancy)
 
 
@@ -309,10 +293,10 @@ def add_verify(commands: Commands) -> None:
         "stopped.  Exit code 6: broken chunks were found.",
         examples=("vesuvius volume verify scroll.zarr --processes 8",),
     )
-    add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3://, gs://, az:// or hf://")
+    add_source(verify, "PATH")
     processes = "processes that read and decode (default: number of cores, at most 4)"
     count = min(4, os.cpu_count() or 1)
-    verify.add_argument("--processes", type=positive, default=count, metavar="N", help=processes)
+    verify.add_argument("--processes", type=cli.positive, default=count, metavar="N", help=processes)
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(run=_verify)
     add_store(verify)
@@ -330,25 +314,30 @@ def _verify(arguments: argparse.Namespace) -> Facts:
 # ---- what several of them have
 
 
-def add_source(parser: Parser, metavar: str, meaning: str) -> None:
-    parser.add_argument("path", metavar=metavar, help=meaning)
+def add_source(parser: cli.Parser, metavar: str, addresses: str = "https://, s3://, gs://, az:// or hf://") -> None:
+    where = f"zarr group or array: a folder, or an address {addresses}"
+    parser.add_argument("path", metavar=metavar, help=where)
     levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
     parser.add_argument("--level", type=level, default={}, help=levels)
     select = "index for each axis other than z, y, x"
-    parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
+    parser.add_argument("--select", type=cli.naturals, default=(), metavar="I,...", help=select)
+
+
+def add_out(parser: cli.Parser) -> None:
+    parser.add_argument("out", type=cli.full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
 
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
     return ArrayConfig(path=arguments.path, select=arguments.select, **arguments.level)
 
 
-def add_store(parser: Parser) -> None:
+def add_store(parser: cli.Parser) -> None:
     stores = parser.add_argument_group("reading from stores")
     count, minutes = _STORE.requests, _STORE.outage_minutes
     requests = f"requests in flight per process (default: {count})"
-    stores.add_argument("--requests", type=positive, default=count, help=requests)
+    stores.add_argument("--requests", type=cli.positive, default=count, help=requests)
     outage = f"how long to retry if the network or server is down (default: {minutes:g})"
-    stores.add_argument("--outage-minutes", type=number_from_0, default=minutes, metavar="M", help=outage)
+    stores.add_argument("--outage-minutes", type=cli.number_from_0, default=minutes, metavar="M", help=outage)
     forbidden = "treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     stores.add_argument("--forbidden-is-absent", action="store_true", help=forbidden)
 

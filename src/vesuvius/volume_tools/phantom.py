@@ -180,20 +180,12 @@ class Phantom:
         self._windings = max(round(self._radius / PITCH_VOXELS), 2)
         self._tables = _texture_tables(seed)
 
-    def box(self, start_zyx: Triple, stop_zyx: Triple) -> tuple[UInt8, UInt8]:
-        """The voxels of the half-open box [start, stop).
+    def box(self, start_zyx: Triple, stop_zyx: Triple) -> tuple[UInt8, NDArray[np.uint16]]:
+        """The voxels (z, y, x) of the half-open box [start, stop).
 
-        Returns:
-            intensity: uint8 (z, y, x); 0 = masked air, 1..255 elsewhere.
-            label: uint8 (z, y, x); 1 = papyrus sheet, 0 = gap or air.
-        """
-        intensity, instance = self.instances(start_zyx, stop_zyx)
-        return intensity, (instance > 0).astype(np.uint8)
-
-    def instances(self, start_zyx: Triple, stop_zyx: Triple) -> tuple[UInt8, NDArray[np.uint16]]:
-        """Intensities as of `box`, and the winding of each voxel of papyrus: uint16, 1 = the innermost, 0 = gap or air.
-
-        Sheets that touch have different numbers.  They change where the angle does, from the umbilicus towards -x.
+        Returns intensities, uint8, 0 = masked air, 1..255 elsewhere; and the winding of each voxel of papyrus, uint16,
+        1 = the innermost, 0 = gap or air.  Sheets that touch have different numbers.  They change where the angle does,
+        from the umbilicus towards -x.
         """
         zs, ys, xs = (np.arange(lo - 1, hi + 1) for lo, hi in zip(start_zyx, stop_zyx, strict=True))
         sharp = np.empty((len(zs), len(ys) - 2, len(xs) - 2), np.float32)
@@ -292,7 +284,7 @@ def write_phantom(
 ) -> dict[str, Any]:
     """Write a phantom and its sheet labels (OUT.labels.zarr) as OME-Zarr 0.4 groups, or resume.
 
-    With `instances`, OUT.instances.zarr has the winding of each voxel of papyrus, as `Phantom.instances`.
+    With `instances`, OUT.instances.zarr has the winding of each voxel of papyrus, as `Phantom.box`.
 
     Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape of at least
     `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: intensities by the rounded mean of 2x2x2 voxels,
@@ -325,7 +317,7 @@ def write_phantom(
 
         def read(box: Box) -> NDArray[Any]:
             """The voxels of the last target, after those of the others are written."""
-            intensity, ids = phantom.instances(*box)
+            intensity, ids = phantom.box(*box)
             voxels: dict[Path, NDArray[Any]] = {path: intensity, ids_path: ids, paths[-1]: (ids > 0).astype(np.uint8)}
             for other in targets[:-1]:
                 count(other.write(0, triple(lo // chunk for lo in box[0]), voxels[other.out]))

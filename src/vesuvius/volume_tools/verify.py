@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -43,6 +44,8 @@ _STAGED_AHEAD = 8
 
 Task = tuple[list[int], list[Triple]]
 """Objects that a process reads together: their indices in the flattened grid of objects, and their chunks."""
+Opener = Callable[[], Volume]
+"""Opens the volume in a reading process.  Picklable."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,6 @@ class VerifyStats:
     chunks: int = 0  # (inner) chunks read by this process
     broken: list[BrokenChunk] = field(default_factory=list)  # unreadable chunks, in order
     seconds: float = 0.0  # of this process
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Arguments of the reading processes.  Picklable."""
-
-    spec: ArrayConfig
-    store: StoreConfig
-    listed: Bools | None  # chunks that must exist; None = unknown
 
 
 def verify_volume(
@@ -105,7 +99,7 @@ def verify_volume(
         if before:
             words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))
-        reads = _read_tasks(Reading(spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
+        reads = _read_tasks(partial(_open, spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
         with closing(reads):
             for (some, chunks), broken in reads:
                 if not broken:  # broken chunks are read again by the next process, they may have been restored
@@ -125,7 +119,7 @@ def verify_volume(
 
 
 def _read_tasks(
-    reading: Reading, grid: ChunkGrid, tasks: Iterator[Task], processes: int
+    opener: Opener, grid: ChunkGrid, tasks: Iterator[Task], processes: int
 ) -> Generator[tuple[Task, list[BrokenChunk]], None, None]:
     """Read all tasks; yields each task with its broken chunks.  Closing the generator ends the processes.
 
@@ -137,20 +131,20 @@ def _read_tasks(
     is_over = False
     while not is_over:
         left = list[Task]()
-        with _pool(reading, processes) as pool, suppress(BrokenProcessPool):
+        with _pool(opener, processes) as pool, suppress(BrokenProcessPool):
             for left in rounds:
                 for broken in pool.map(_read_chunks, [chunks for _, chunks in left]):
                     yield left.pop(0), broken
         for task in left:
-            yield task, _read_one_by_one(reading, grid, task[1])
+            yield task, _read_one_by_one(opener, grid, task[1])
         is_over = not left
 
 
-def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
+def _read_one_by_one(opener: Opener, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
     """Read in one process at a time, so that each death identifies the chunk that caused it."""
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
-        with _pool(reading, 1) as pool:
+        with _pool(opener, 1) as pool:
             try:
                 while left:
                     broken += pool.submit(_read_chunks, left[:1]).result()
@@ -162,9 +156,9 @@ def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) ->
 
 
 @contextmanager
-def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(opener: Opener, processes: int) -> Iterator[ProcessPoolExecutor]:
     """A process pool that is terminated with the context.  Raises DataError if no process can be started."""
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (opener,))
     try:
         try:
             pool.submit(os.getpid).result()
@@ -182,14 +176,20 @@ def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
             process.join()
 
 
-_reading: Reading | None = None  # set in the processes of a pool
-_opened: Volume | None = None
+_volume: Opener  # set in the processes of a pool
 
 
-def _begin(reading: Reading) -> None:
+def _open(spec: ArrayConfig, store: StoreConfig, listed: Bools | None) -> Volume:
+    """Open the volume again; the `listed` chunks must exist, None = unknown."""
+    volume = open_volume(spec, store, reopened=True)
+    volume.missing.listed = listed
+    return volume
+
+
+def _begin(opener: Opener) -> None:
     """Initialize a process of the pool."""
-    global _reading
-    _reading = reading
+    global _volume
+    _volume = cache(opener)
     for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -208,12 +208,7 @@ def _end_with_parent() -> None:
 
 def _read_chunks(chunks: list[Triple]) -> list[BrokenChunk]:
     """Read chunks in this process; returns the broken ones."""
-    global _opened
-    assert _reading is not None
-    if _opened is None:
-        _opened = open_volume(_reading.spec, _reading.store, reopened=True)
-        _opened.missing.listed = _reading.listed
-    volume, broken, lost = _opened, list[BrokenChunk](), None
+    volume, broken, lost = _volume(), list[BrokenChunk](), None
     boxes = [volume.grid.box_of(chunk) for chunk in chunks]
     for i, box in enumerate(boxes):
         if lost is not None and intersection(box, lost) == box:

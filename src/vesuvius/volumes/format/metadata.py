@@ -200,18 +200,13 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
     except (KeyError, IndexError, TypeError) as error:
         what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
         address = source.display_address.rstrip("/")
-        raise DataError(
-            f"Cannot open {address}: it is {what} without multiscales metadata, not an array or an OME-Zarr image; "
-            f"{_choice(source) or f'set path to an array or image in it: {address}/NAME'}"
-        ) from error
+        problem = f"it is {what} without multiscales metadata, not an array or an OME-Zarr image"
+        remedy = _choice(source) or f"set path to an array or image in it: {address}/NAME"
+        raise _unopened(address, problem, remedy) from error
     if spec.level >= len(paths):
-        raise DataError(
-            f"Cannot open level {spec.level} of {source.display_address}: its levels are 0..{len(paths) - 1}; change "
-            "data.volumes[].level"
-        )
-    version = entry.get("version", ome.get("version"))
-    title = entry.get("name")
-    facts = (None if fact is None else str(fact) for fact in (version, title))
+        raise _no_level(source, spec, f"its levels are 0..{len(paths) - 1}", "change data.volumes[].level")
+    words = entry.get("version", ome.get("version")), entry.get("name")
+    facts = (None if word is None else str(word) for word in words)
     return Level(paths[spec.level], entry, datasets[spec.level], paths, *facts)
 
 
@@ -219,28 +214,29 @@ def find_array(source: Source, root: Node, spec: ArrayConfig) -> tuple[Node, Lev
     """The metadata of the array in a config, its level (None for a bare array), and its name."""
     if root.is_array:
         if spec.level:
-            raise DataError(
-                f"Cannot open level {spec.level} of {source.display_address}: a bare array has only level 0; set level "
-                "to 0 or point path at the OME-Zarr group"
-            )
+            remedy = "set level to 0 or point path at the OME-Zarr group"
+            raise _no_level(source, spec, "a bare array has only level 0", remedy)
         return root, None, source.display_address
     level = pick_level(source, root.document["attributes"], spec)
     node = read_node(source, level.path)
     if node is None or not node.is_array:
-        problem = "is not there" if node is None else "is a group"
-        raise DataError(
-            f"Cannot open level {spec.level} of {source.display_address}: {level.path!r} {problem}; copy the missing "
-            "level or choose another"
-        )
+        problem = f"{level.path!r} {'is not there' if node is None else 'is a group'}"
+        raise _no_level(source, spec, problem, "copy the missing level or choose another")
     return node, level, f"{source.display_address} level {spec.level}"
+
+
+def _no_level(source: Source, spec: ArrayConfig, problem: str, remedy: str) -> DataError:
+    return _unopened(f"level {spec.level} of {source.display_address}", problem, remedy)
+
+
+def _unopened(what: str, problem: str, remedy: str) -> DataError:
+    return DataError(f"Cannot open {what}: {problem}; {remedy}")
 
 
 def no_zarr_error(source: Source) -> DataError:
     """The error for an address without zarr metadata.  Reads."""
     if source.forbidden:
-        return DataError(
-            f"Cannot open {source.display_address}: {source.forbidden}; check the address and the credentials"
-        )
+        return _unopened(source.display_address, source.forbidden, "check the address and the credentials")
     what, remedy = "", "set path to the zarr itself (it holds .zarray, .zgroup or zarr.json)"
     if not source.remote and Path(source.address).is_file():
         what, remedy = ", but a file", _import_command(source, []) or "unpack it, or convert it to OME-Zarr"
@@ -252,7 +248,7 @@ def no_zarr_error(source: Source) -> DataError:
         what = ", but an empty folder"
     elif "*" in source.address:
         remedy = "patterns match folders of this machine only: list the addresses"
-    return DataError(f"Cannot open {source.display_address}: it is neither a zarr array nor a group{what}; {remedy}")
+    return _unopened(source.display_address, f"it is neither a zarr array nor a group{what}", remedy)
 
 
 def _import_command(source: Source, names: Sequence[str]) -> str:
