@@ -24,8 +24,8 @@ from vesuvius.volumes.volume import open_volume
 pytest.importorskip("scipy.ndimage", reason="scipy is not installed")
 
 from vesuvius.volume_tools import relabel_volume
+from vesuvius.volume_tools.measures import approaches, boundaries, facing, topologies, topology
 from vesuvius.volume_tools.relabel import Changes, change_labels, displacement
-from vesuvius.volume_tools.topology import approaches, boundaries, facing, topologies, topology
 
 Labels = np.ndarray[Any, Any]
 

@@ -181,10 +181,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
 
 
 def _cache_bytes(volume: Volume, box: Box) -> int:
-    """Size of the disk cache for source chunks that overlap several chunks of the copy: three layers of them.
-
-    0 if the box is aligned with the chunks, or the source is on disk.
-    """
+    """Size of a disk cache for three layers of source chunks, each in several chunks of the copy; 0: none is needed."""
     aligned = all(lo % chunk == 0 for lo, chunk in zip(box[0], volume.chunk_zyx, strict=True))
     if aligned or not volume.source.remote:
         return 0

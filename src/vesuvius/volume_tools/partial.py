@@ -43,7 +43,6 @@ from vesuvius.volumes.box import (
     intersection,
     shape_of,
     slices,
-    translate,
     triple,
     upsample2,
 )
@@ -78,8 +77,7 @@ class PartialCopy:
         counts, found = self.plan.counts[level], list[Triple]()
         for file in map(triple, np.ndindex(grid_shape(counts, self._per_file))):
             if not all(self._file(level, (*channel, *file)).exists() for channel in self._channels):
-                start, stop = chunk_box(file, self._per_file, counts)
-                found += (translate(start, offset) for offset in np.ndindex(shape_of((start, stop))))
+                found += product(*triple(map(range, *chunk_box(file, self._per_file, counts))))
         return found
 
     def fill(

@@ -63,10 +63,7 @@ def multiscale(
     translation_zyx: Sequence[float] | None = None,
     channels: bool = False,
 ) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of the levels 0, 1, ..., given the scale of the finest and any translation.
-
-    With `channels`, the first axis of the arrays is c.
-    """
+    """OME-Zarr 0.4 metadata of levels 0, 1, ..., by the scale of the finest; with `channels` the first axis is c."""
     axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] * channels
     axes += [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})

@@ -15,20 +15,8 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.topology import (
-    Faces,
-    Labels,
-    Mask,
-    Topology,
-    approaches,
-    boundaries,
-    distance,
-    facing,
-    grown,
-    nearest,
-    topologies,
-    topology,
-)
+from vesuvius.volume_tools import measures
+from vesuvius.volume_tools.measures import Faces, Labels, Mask, Topology
 
 log = logging.getLogger(__name__)
 
@@ -104,12 +92,12 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         ids, numbers = _numbered(instances)
         if ids.min() < 0:
             raise ConfigError(f"The instance {ids.min()} is negative; number instances from 1, 0 = none")
-        before, near = topologies(numbers), facing(numbers)
+        before, near = measures.topologies(numbers), measures.facing(numbers)
         numbers = moved(numbers, by)
         del by
         work = _Work(new_classes if new_classes is not None else (numbers != 0).view(np.uint8), numbers, dict(before))
         work.drop_specks()
-        work.known = topologies(work.instances)
+        work.known = measures.topologies(work.instances)
         if changes.thicken:
             work.thicken(changes.thicken)
         if (cut := sum(work.tear(rng[2]) for _ in range(changes.tear))) < changes.tear:
@@ -117,7 +105,7 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         if changes.contact:
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
-        report = work.report(ids, before, (near, facing(numbers)), changes.within)
+        report = work.report(ids, before, (near, measures.facing(numbers)), changes.within)
         pairs, reached = (report["instances"][1][name] for name in ("pairs", f"within_{changes.within:g}"))
         if reached < changes.contact * pairs - 1e-9:
             log.warning("%d of %d pairs came within %g voxels, fewer than --contact", reached, pairs, changes.within)
@@ -213,7 +201,7 @@ class _Work:
                 extra = np.argsort(-sizes, kind="stable")[self.known[number].components :]
                 specks[box] |= np.isin(parts, 1 + extra[sizes[extra] <= _SPECK * sizes.sum()])
         if specks.any():
-            source = tuple(index[specks] for index in nearest(~specks))
+            source = tuple(index[specks] for index in measures.nearest(~specks))
             self.instances[specks], self.classes[specks] = self.instances[source], self.classes[source]
 
     def thicken(self, voxels: float) -> None:
@@ -222,19 +210,19 @@ class _Work:
             return
         instances, classes = self.instances.copy(), self.classes.copy()
         if voxels > 0:
-            to = nearest(instances != 0)
-            where = (distance(to) <= voxels) & (classes == 0)
+            to = measures.nearest(instances != 0)
+            where = (measures.distance(to) <= voxels) & (classes == 0)
             source = tuple(index[where] for index in to)
             self.instances[where], self.classes[where] = instances[source], classes[source]
         else:
             inside, steps = instances != 0, math.ceil(-voxels)
-            edge = inside & (boundaries(instances) != 0)
-            core = inside & ((distance(nearest(edge)) > -voxels - 1) if edge.any() else True)
+            edge = inside & (measures.boundaries(instances) != 0)
+            core = inside & ((measures.distance(measures.nearest(edge)) > -voxels - 1) if edge.any() else True)
             # parts that would vanish, and what joins them to the core, stay
-            thin = inside & ~grown(core, instances, steps + 1)
-            self.clear(inside & ~core & ~grown(thin, instances, steps + 2))
+            thin = inside & ~measures.grown(core, instances, steps + 1)
+            self.clear(inside & ~core & ~measures.grown(thin, instances, steps + 2))
         self.drop_specks()
-        after = topologies(self.instances)
+        after = measures.topologies(self.instances)
         self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
         self.known |= {number: after[number] for number in self.known.keys() - self.kept}
         if self.kept:
@@ -260,7 +248,7 @@ class _Work:
             parts, _ = ndimage.label(strip, np.ones((3, 3, 3)))
             inside = parts[tuple(i - part.start for i, part in zip(at, box, strict=True))]
             strip = parts == inside
-            left = topology(mask & ~strip)
+            left = measures.topology(mask & ~strip)
             if inside and left.components > self.known[number].components:
                 self.instances[box][strip] = self.classes[box][strip] = 0
                 self.known[number] = left
@@ -272,7 +260,7 @@ class _Work:
         """Bend one instance of random pairs of neighbors towards the other, until enough pairs are near."""
         failed = set[tuple[int, int]]()
         for _ in range(_ROUNDS):
-            found, used = approaches(facing(self.instances)), set[int]()
+            found, used = measures.approaches(measures.facing(self.instances)), set[int]()
             far = [pair for pair, (gap, _) in found.items() if gap > within and pair not in failed]
             near = [pair for pair, (gap, _) in found.items() if gap <= within]
             needed, settled = math.ceil(share * len(found) - 1e-9) - len(near), set(sum(near, ()))
@@ -315,7 +303,7 @@ class _Work:
         self.instances[box][gone] = self.classes[box][gone] = 0
         self.instances[box][new], self.classes[box][new] = number, new_classes
         whole = ndimage.find_objects(self.instances, number)[number - 1]
-        found = topology(self.instances[whole] == number) if whole else None
+        found = measures.topology(self.instances[whole] == number) if whole else None
         if found and not _is_broken(self.known[number], found):
             self.known[number] = found
             return True
@@ -333,7 +321,7 @@ class _Work:
         changed = {number for number, found in self.known.items() if found.components != before[number].components}
         rows = []
         for when, known, one in zip(("before", "after"), (before, self.known), faces, strict=True):
-            gaps = [gap for gap, _ in approaches(one).values()]
+            gaps = [gap for gap, _ in measures.approaches(one).values()]
             total = Topology(*(sum(each) for each in zip(*known.values(), Topology(0, 0, 0), strict=True)))
             near = {f"within_{within:g}": sum(gap <= within for gap in gaps), "touching": sum(gap < 1 for gap in gaps)}
             row = {"instances": when, "count": len(known), **total._asdict(), "pairs": len(gaps), **near}
@@ -376,6 +364,6 @@ def _numbered(labels: Labels) -> tuple[Labels, NDArray[np.int32]]:
 def _class_rows(when: str, classes: Labels) -> list[dict[str, Any]]:
     """Voxels and topology of each class but 0."""
     labels, numbers = _numbered(classes)
-    voxels, found = np.bincount(numbers.ravel()), topologies(numbers).items()
+    voxels, found = np.bincount(numbers.ravel()), measures.topologies(numbers).items()
     about = [{"class": labels[n].item(), "voxels": int(voxels[n]), **each._asdict()} for n, each in found]
     return [{"classes": when, **row} for row in about]

@@ -16,10 +16,10 @@ from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volume_tools.copy import multiscale_of
+from vesuvius.volume_tools.measures import boundaries
 from vesuvius.volume_tools.partial import check_name, finished_record, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volume_tools.relabel import Changes, change_labels
-from vesuvius.volume_tools.topology import boundaries
 from vesuvius.volumes.alignment import ONES, ZEROS, align, describe_geometry
 from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash

@@ -13,10 +13,7 @@ _READ_BYTES = 2**22
 
 
 class ShardFile:
-    """A shard: chunks in the order of arrival, each with a CRC-32C, then their index.
-
-    Until it is finished, a temporary file next to `path` is written.
-    """
+    """A shard, under a temporary name until finished: chunks as they come, each with a CRC-32C, then their index."""
 
     def __init__(self, path: Path, chunks: int) -> None:
         self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")

@@ -82,10 +82,7 @@ class Alignment:
         return box_along(ends)
 
     def read(self, box: Box, read: ReadBox, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Read the array on the grid of the volume: the array's dtype, the shape of the box.
-
-        Raises what `read` raises, UnreadableChunkError in voxels of the volume.
-        """
+        """Read the array on the grid of the volume; raises as `read`, UnreadableChunkError in voxels of the volume."""
         inner, plain = self.array_box(box), self.factors == ONES
         with damage_seen(box, self.volume_box):
             voxels = read(inner, out if plain else None)
@@ -124,10 +121,7 @@ class Alignment:
 
 
 def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
-    """Align an array, called `what` in messages, with a volume: by its transform, their metadata, or their shapes.
-
-    Raises DataError: the alignment is unknown or contradictory, or the two do not overlap.
-    """
+    """Align an array, `what` in messages, with a volume.  Raises DataError: it is unknown how, or they are apart."""
     if array is volume:
         return Alignment(volume.shape_zyx, array.shape_zyx)
     found: AnyAlignment
@@ -216,10 +210,7 @@ def _transformed(volume: Volume, array: Volume, matrix: Floats, fixed: str) -> A
 
 
 def _level_matrix(volume: Volume) -> Floats:
-    """[4, 4] from voxels of a level 0 that begins at the origin to the voxels of a level, or of a crop.
-
-    Raises _AlignmentError: the scale of a level is missing or wrong.
-    """
+    """[4, 4] from voxels of a level 0 that begins at the origin to those of a level.  Raises _AlignmentError."""
     if volume.level is None:
         return np.eye(4)
     entry, path = volume.level.entry, volume.level.path

@@ -96,10 +96,7 @@ class ContextAlignment(Alignment):
 
 
 def with_context(found: AnyAlignment, spec: ArrayConfig, patch_zyx: Triple) -> AnyAlignment:
-    """Return the alignment of a condition, one with context if its config asks for it.
-
-    Raises DataError: the condition is not coarser by this factor along each axis.
-    """
+    """Return the alignment of a condition, with context if it has one.  Raises DataError: it has another factor."""
     if not isinstance(spec, ConditionConfig) or spec.context is None:
         return found
     if found.factors != (Fraction(spec.context),) * 3 or not isinstance(found, Alignment):

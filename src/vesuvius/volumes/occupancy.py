@@ -229,23 +229,20 @@ def _block_edges(coarse: Volume, merged: list[int]) -> Triple:
     return triple(max(edge // unit, 1) * unit for unit in units)
 
 
-# ---- stored chunks
+# ---- stored chunks: by a sidecar next to the array
 
 
 def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
-    """Which chunks are stored: bool over the chunk grid (of a sharded array: over inner chunks or shards).
-
-    Reads the sidecar next to the array, or else calls `list_chunks` (same parameter and errors).
-    """
+    """As `read_sidecar`, or `list_chunks` without a sidecar."""
     sidecar = read_sidecar(volume)
     return list_chunks(volume, max_damaged) if sidecar is None else sidecar
 
 
-# ---- sidecars
-
-
 def read_sidecar(volume: Volume) -> Bools | None:
-    """The occupancy in the sidecar, if any.  Raises DataError: it is damaged, outdated or another volume's."""
+    """Which chunks are stored, by the sidecar, if any: bool over the grid of chunks (maybe of shards).
+
+    Raises DataError: it is damaged, outdated or another volume's.
+    """
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
         data = volume.source.get(key, cached=False)
@@ -292,7 +289,7 @@ def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
 
 
 def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
-    """Write an occupancy to a temporary file and rename it.  Raises OSError."""
+    """Write an occupancy atomically.  Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as out:
         np.savez_compressed(out, occupancy=occupancy, signature=np.array(signature))
@@ -303,11 +300,11 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
-# ---- listings
+# ---- stored chunks: by a listing
 
 
 def list_chunks(volume: Volume, max_damaged: int = 0) -> Bools:
-    """List the chunks in the store, and log progress.  Reads the index of every shard.
+    """Which chunks are stored, by a listing: bool over the chunk grid.  Reads the index of every shard; logs progress.
 
     The chunks of up to `max_damaged` shards with a damaged index count as missing, because they are unreadable.  Raises
     DataError: more are damaged, or the store cannot list.

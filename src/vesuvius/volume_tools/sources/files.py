@@ -180,18 +180,13 @@ def library_errors(path: str, where: str = "") -> Iterator[None]:
         raise refuse(path, f"{where}{type(error).__name__}: {text}", remedy) from error
 
 
-def describe(shape: Sequence[int], dtype: object) -> str:
-    """'10x20x30 uint8'."""
-    return f"{format_sizes(shape)} {dtype}"
-
-
 # ---- formats
 
 
 def open_raw(file: Path, shape_zyx: Triple, dtype: np.dtype[Any]) -> Stored:
     there, due = file.stat().st_size, math.prod(shape_zyx) * dtype.itemsize
     if there != due:
-        problem = f"it has {there} bytes, but {describe(shape_zyx, dtype)} needs {due}"
+        problem = f"it has {there} bytes, but {format_sizes(shape_zyx)} {dtype} needs {due}"
         raise refuse(file, problem, "correct --shape and --dtype, or the file")
     return contiguous(file, "ZYX", shape_zyx, dtype, 0)
 

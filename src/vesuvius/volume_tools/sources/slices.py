@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import one_line
 from vesuvius.runlog.progress import with_progress
+from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.sources.files import (
     Stored,
     check_length,
     contiguous,
-    describe,
     geometry,
     library_errors,
     paged,
@@ -46,7 +46,7 @@ def open_tiff(file: Path) -> Stored:
         if len(tiff.series) > 1:  # slices or blocks of slices that were appended to the file
             kinds = {(page.axes, page.shape, page.dtype) for page in pages}
             if len(kinds) > 1 or any(one.axes.removesuffix(pages[0].axes) not in ("", "Q", "I") for one in tiff.series):
-                found = ", ".join(f"{one.axes} {describe(one.shape, one.dtype)}" for one in tiff.series[:8])
+                found = ", ".join(f"{one.axes} {format_sizes(one.shape)} {one.dtype}" for one in tiff.series[:8])
                 raise refuse(file, f"it has several images ({found}), not slices of one shape and dtype", "split it")
             names, shape = f"I{pages[0].axes}", (len(pages), *pages[0].shape)
         names, shape = _with_z(file, names, shape, pages[0].photometric in (0, 1))
@@ -82,7 +82,8 @@ def open_folder(folder: Path) -> Stored:
             headers.setdefault(read(file), file)
         if len(headers) > 1:
             (there, first), (here, _) = headers.items()
-            problem = f"it has {describe(*here[:2])}, but {first.name} has {describe(*there[:2])}"
+            has, first_has = (f"{format_sizes(shape)} {dtype}" for shape, dtype, _ in (here, there))
+            problem = f"it has {has}, but {first.name} has {first_has}"
             raise refuse(file, problem, "correct or remove the slice")
     ((shape, dtype, names),) = headers
 

@@ -62,10 +62,7 @@ class ChunkDecoder:
         self._to_array = [axes.index(axis) for axis in range(array.ndim)]
 
     def __call__(self, data: bytes) -> NDArray[Any]:
-        """Decode all voxels of a chunk, in stored order; the result may be read-only.
-
-        Raises Exception: the bytes are damaged; codecs may raise anything.
-        """
+        """Decode all voxels of a chunk, in stored order; may be read-only.  Raises anything if the bytes are wrong."""
         value: Any = data
         for codec, size, exact in self._steps:
             _check_frame(codec, value, size, exact)

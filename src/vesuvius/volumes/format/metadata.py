@@ -52,10 +52,7 @@ class Node:
 
 
 def read_node(source: Source, path: str) -> Node | None:
-    """Metadata at a path below an address; None if there are none.  One round trip.
-
-    Raises DataError: they are not a JSON object; also as `Source.get`.
-    """
+    """Metadata at a path below an address, in one round trip; None if there are none.  Raises DataError."""
     keys = [f"{path}/{name}".lstrip("/") for name in _FILES]
     try:
         if source.remote:
@@ -74,10 +71,7 @@ def read_node(source: Source, path: str) -> Node | None:
 
 
 def open_array(source: Source, node: Node, path: str) -> zarr.Array[Any]:
-    """Open the array that the metadata describe; its chunks are read elsewhere.  No I/O.
-
-    Raises DataError: zarr-python or vesuvius cannot read it.
-    """
+    """Open the array that the metadata describe; no I/O.  Raises DataError: zarr-python or vesuvius cannot read it."""
     dtype = node.document.get("data_type", node.document.get("dtype"))
     cause, remedy = "", "correct them, or convert the volume"
     try:

@@ -47,10 +47,7 @@ class ShardForm:
         return Index(np.frombuffer(data, self._dtype, 2 * self.chunks).reshape(*self.counts, 2), version)
 
     def range_in(self, index: Index, position: Coords) -> ByteRange | None:
-        """The bytes of a shard that hold the chunk at a position; None if it is absent.
-
-        Raises ValueError: the entry is empty or points into the index.
-        """
+        """The bytes of a shard with the chunk at a position; None if it is absent.  Raises ValueError: wrong entry."""
         offset, size = (int(v) for v in index.entries[position])
         if offset == size == _ABSENT:
             return None

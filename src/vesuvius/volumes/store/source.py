@@ -58,10 +58,7 @@ class SourceStats:
 
 
 class Source:
-    """Reads objects below one address, a folder or URL.  Thread-safe.
-
-    Unless the store has answered before (`has_answered`), it is given up after a minute.
-    """
+    """Reads objects below a folder or URL; thread-safe.  A store that never answered is given up after a minute."""
 
     def __init__(self, address: str, config: StoreConfig, has_answered: bool = False) -> None:
         self.address = address = str(address)  # plain, as it gets into names, records and states
