@@ -15,26 +15,19 @@ from vesuvius.runlog.progress import Progress
 if TYPE_CHECKING:
     from vesuvius.volumes.box import Box
 
-KEYS = {
-    "sampler": ("diffusion.sampler", "ddim, ddpm (ancestral), dpmpp2m or heun"),
-    "steps": ("diffusion.sampler_steps", "sampling steps"),
-    "clip": ("diffusion.sampler_clip", "limit on |x_0| in each step, in model values; null = none"),
-    "guidance": ("diffusion.sampler_guidance", "guidance scale: 1 = conditional, 0 = unconditional"),
-    "condition_noise": (
-        "diffusion.sampler_condition_noise",
-        "noise on a condition with context: more copies fewer of its defects",
-    ),
-    "residual_guidance": (
-        "diffusion.residual_guidance",
-        "factor on what the network adds: 1 = as trained; sharper above",
-    ),
-    "residual_guidance_interval": (
-        "diffusion.residual_guidance_interval",
-        "noise levels in which it applies, such as 1,30; null = all",
-    ),
-    "amp": ("training.amp", "auto, off, bf16 or fp16"),
+_KEYS = {
+    "sampler": "diffusion.sampler: ddim, ddpm (ancestral), dpmpp2m or heun",
+    "steps": "diffusion.sampler_steps: sampling steps",
+    "clip": "diffusion.sampler_clip: limit on |x_0| in each step, in model values; null = none",
+    "guidance": "diffusion.sampler_guidance: guidance scale: 1 = conditional, 0 = unconditional",
+    "condition_noise": "diffusion.sampler_condition_noise: noise on a condition with context: more copies fewer of its "
+    "defects",
+    "residual_guidance": "diffusion.residual_guidance: factor on what the network adds: 1 = as trained; sharper above",
+    "residual_guidance_interval": "diffusion.residual_guidance_interval: noise levels in which it applies, such as "
+    "1,30; null = all",
+    "amp": "training.amp: auto, off, bf16 or fp16",
 }
-"""The config key that each option sets, and its meaning."""
+"""The help of each option that sets a config key, which it begins with."""
 _OF_VOLUMES = ("overlap", "workers", "cluster", "rounds")
 
 
@@ -116,8 +109,8 @@ def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup)
     guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
     more.add_argument("--guide", metavar="CHECKPOINT", help=guide)
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
-    for option, (key, meaning) in KEYS.items():
-        keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=f"{key}: {meaning}")
+    for option, meaning in _KEYS.items():
+        keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=meaning)
 
 
 def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: int) -> dict[str, Any]:
@@ -126,7 +119,7 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: in
     from vesuvius.training.checkpoint.download import local_checkpoint  # imports torch
     from vesuvius.training.checkpoint.format import find_checkpoint
 
-    values = {key: getattr(arguments, option) for option, (key, _) in KEYS.items()}
+    values = {meaning.partition(":")[0]: getattr(arguments, option) for option, meaning in _KEYS.items()}
     if "," in str(interval := arguments.residual_guidance_interval):
         values["diffusion.residual_guidance_interval"] = f"[{interval.strip('[]')}]"
     return {
