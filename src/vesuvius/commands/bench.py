@@ -9,7 +9,27 @@ from vesuvius.config.load import take_variables
 
 @as_command
 def main(argv: list[str]) -> int:
-    parser = _parser()
+    parser = Parser(
+        prog="vesuvius bench",
+        description="Compare the speed of settings, each in its own process and in rounds, so that drift of the "
+        "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
+        "runs/NAME/benches/.",
+        examples=(
+            "vesuvius bench --config configs/demo.yaml --sweep training.workers=0,1,2,4",
+            "vesuvius bench --config configs/demo.yaml --compare training.compile=false,true",
+            "vesuvius bench --config configs/demo.yaml --ranks 1,2,4,8",
+        ),
+    )
+    add_config(parser, required=True)
+    for name, meaning in (("sweep", "several form a grid"), ("compare", "other keys stay at the baseline")):
+        words = f"values of one key; {meaning}"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=A,B,...", help=words)
+    parser.add_argument("--ranks", metavar="1,2,4,8", help="rank counts to compare")
+    parser.add_argument("--rounds", type=positive, default=6, metavar="N", help="over all settings (default: 6)")
+    seconds = "of the steady state in each measurement (default: 10)"
+    parser.add_argument("--seconds", type=positive_number, default=10.0, metavar="S", help=seconds)
+    limit = "longest time of one measurement (default: 20m)"
+    parser.add_argument("--limit", type=duration, default=1200.0, metavar="TIME", help=limit)
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):
         parser.error("--ranks cannot be combined with --sweep or --compare; run two benches")
@@ -34,28 +54,3 @@ def main(argv: list[str]) -> int:
     )
     say(f"{report.text}\n\n{report.directory}/{PAGE}.html")
     return code
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="vesuvius bench",
-        description="Compare the speed of settings, each in its own process and in rounds, so that drift of the "
-        "machine cancels.  The first value of each key is the baseline.  Writes a page and JSON to "
-        "runs/NAME/benches/.",
-        examples=(
-            "vesuvius bench --config configs/demo.yaml --sweep training.workers=0,1,2,4",
-            "vesuvius bench --config configs/demo.yaml --compare training.compile=false,true",
-            "vesuvius bench --config configs/demo.yaml --ranks 1,2,4,8",
-        ),
-    )
-    add_config(parser, required=True)
-    for name, meaning in (("sweep", "several form a grid"), ("compare", "other keys stay at the baseline")):
-        words = f"values of one key; {meaning}"
-        parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=A,B,...", help=words)
-    parser.add_argument("--ranks", metavar="1,2,4,8", help="rank counts to compare")
-    parser.add_argument("--rounds", type=positive, default=6, metavar="N", help="over all settings (default: 6)")
-    seconds = "of the steady state in each measurement (default: 10)"
-    parser.add_argument("--seconds", type=positive_number, default=10.0, metavar="S", help=seconds)
-    limit = "longest time of one measurement (default: 20m)"
-    parser.add_argument("--limit", type=duration, default=1200.0, metavar="TIME", help=limit)
-    return parser

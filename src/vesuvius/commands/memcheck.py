@@ -26,20 +26,6 @@ _EVERY_S = 2.0
 
 @as_command
 def main(argv: list[str]) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    run = find_run(args.run) if args.run is not None else None
-    if args.post_mortem:
-        if run is None:
-            parser.error("--post-mortem needs a run; name its directory")
-        return _post_mortem(run, args.json)
-    if run is not None:
-        return watch(partial(inspect_run, run), args)
-    with Gpus(within_s=5.0) as gpus:
-        return watch(partial(inspect_machine, gpus, _runs_at_work()), args)
-
-
-def _parser() -> Parser:
     parser = Parser(
         prog="vesuvius memcheck",
         description="Show the memory of a run, its limits, and how close it is to them; without a run, those of the "
@@ -56,7 +42,16 @@ def _parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object, with --watch one per line")
     parser.add_argument("--post-mortem", action="store_true", help="show which processes of the run died, and why")
-    return parser
+    args = parser.parse_args(argv)
+    run = find_run(args.run) if args.run is not None else None
+    if args.post_mortem:
+        if run is None:
+            parser.error("--post-mortem needs a run; name its directory")
+        return _post_mortem(run, args.json)
+    if run is not None:
+        return watch(partial(inspect_run, run), args)
+    with Gpus(within_s=5.0) as gpus:
+        return watch(partial(inspect_machine, gpus, _runs_at_work()), args)
 
 
 def _runs_at_work() -> tuple[str, ...]:
