@@ -69,8 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("gib", "flops_s", "number", "micro"),
-    [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 2, 1)],
+    ("gib", "flops_s", "number", "micro"), [(80, 80e12, 0, 8), (7, 80e12, 0, 4), (80, 20e12, 1, 8), (0.01, 1e9, 2, 1)]
 )
 def test_a_gpu_gets_the_largest_preset_that_fits_and_is_fast_enough(
     machine: SimpleNamespace, gib: float, flops_s: float, number: int, micro: int

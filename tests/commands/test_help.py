@@ -37,12 +37,7 @@ def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], []])
 def test_help_that_cannot_be_written_is_an_error(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        command = [
-            sys.executable,
-            "-c",
-            "import sys, vesuvius.commands.cli as c; sys.exit(c.main())",
-            *arguments,
-        ]
+        command = [sys.executable, "-c", "import sys, vesuvius.commands.cli as c; sys.exit(c.main())", *arguments]
         done = fork_server.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == EXIT_DATA
     assert "Cannot write the output: [Errno 28] No space left on device; free some space" in done.stderr

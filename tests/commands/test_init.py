@@ -135,11 +135,7 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     assert init.main([str(volume), "--name", "old"]) == EXIT_CONFIG
     assert init.main([str(volume), "--name", "a/b"]) == EXIT_CONFIG
     message = capsys.readouterr().err
-    for words in (
-        "mine.yaml already exists",
-        "Run old exists",
-        "cannot name a run directory",
-    ):
+    for words in ("mine.yaml already exists", "Run old exists", "cannot name a run directory"):
         assert words in message
     assert not Path("configs").exists()
 

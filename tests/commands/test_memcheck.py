@@ -49,14 +49,7 @@ def test_a_watch_ends_once_its_pipe_is_closed(tmp_path: Path, arguments: list[st
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["a", "b"],
-        ["--once", "--watch", "1"],
-        ["--watch", "0"],
-        ["--watch", "soon"],
-        ["--post-mortem"],
-    ],
+    "arguments", [["a", "b"], ["--once", "--watch", "1"], ["--watch", "0"], ["--watch", "soon"], ["--post-mortem"]]
 )
 def test_conflicting_arguments_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

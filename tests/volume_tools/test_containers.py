@@ -379,11 +379,7 @@ def test_an_unusable_voxel_size_refuses_nothing(tmp_path: Path, value: Any, capl
     assert volume.main(["import", f"{tmp_path}/v.h5", str(out), "--voxel-size-um=3,2,1"]) == 0
     assert zarr.open_group(out).attrs["ome"]["multiscales"][0]["datasets"][0]["coordinateTransformations"][0][
         "scale"
-    ] == [
-        3,
-        2,
-        1,
-    ]
+    ] == [3, 2, 1]
 
 
 # ---- N5 folders

@@ -282,10 +282,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         nifti("v.nii.gz", ">"),
         {"dtype": "int16", "scale": (2, 0.25, 0.5), "units": [MM] * 3, "turned": "x"},
     ),
-    "nrrd": (
-        nrrd(spacings=[1.0, 2.0, 3.0], units=["mm", "mm", "um"]),
-        {"scale": (3, 2, 1), "units": [UM, MM, MM]},
-    ),
+    "nrrd": (nrrd(spacings=[1.0, 2.0, 3.0], units=["mm", "mm", "um"]), {"scale": (3, 2, 1), "units": [UM, MM, MM]}),
     "nrrd, gzip, directions": (
         nrrd(
             **{

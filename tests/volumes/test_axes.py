@@ -222,10 +222,7 @@ def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{
-        kind: (
-            ome_06({"type": kind, kind: value}, systems=ZYX),
-            f"there is a transformation of type '{kind}'",
-        )
+        kind: (ome_06({"type": kind, kind: value}, systems=ZYX), f"there is a transformation of type '{kind}'")
         for kind, value in {
             "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]],
             "affine": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]],
@@ -268,9 +265,7 @@ def test_unsupported_axes_are_refused_in_one_line(tmp_path: Path, kind: str) -> 
     assert "; " in text, "a remedy"
 
 
-def test_contradictory_axis_names_of_group_and_array_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_contradictory_axis_names_of_group_and_array_are_refused(tmp_path: Path) -> None:
     write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])
     with pytest.raises(
         DataError, match=r"metadata \(z, y, x\) and the dimension_names of the array \(x, y, z\) disagree"

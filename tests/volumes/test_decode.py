@@ -15,15 +15,7 @@ import numpy as np
 import pytest
 import zarr
 from zarr.abc.codec import BytesBytesCodec
-from zarr.codecs import (
-    BloscCodec,
-    BytesCodec,
-    Crc32cCodec,
-    GzipCodec,
-    ShardingCodec,
-    TransposeCodec,
-    ZstdCodec,
-)
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, TransposeCodec, ZstdCodec
 from zarr.registry import register_codec
 
 from tests.conftest import textured

@@ -96,11 +96,7 @@ REFUSED: dict[str, tuple[int, Change, str]] = {
     "v3 grid": (3, set_to(chunk_grid={"name": "rectilinear"}), "rectilinear"),
     "shards in shards": (3, shard_of(SHARDS), "it combines shards with other codecs"),
     "v1": (2, set_to(zarr_format=1), "Invalid zarr_format: 1"),
-    "chunks of 0": (
-        2,
-        set_to(chunks=[8, 8, 0]),
-        r"no chunks, or more than 1.1e\+12 .*chunks \[8, 8, 0\]",
-    ),
+    "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"no chunks, or more than 1.1e\+12 .*chunks \[8, 8, 0\]"),
     "v3 chunks of 0": (
         3,
         set_to(chunk_grid={"name": "regular", "configuration": {"chunk_shape": [8, 0, 8]}}),

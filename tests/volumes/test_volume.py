@@ -99,8 +99,7 @@ def test_big_endian_voxels_are_returned_in_native_order(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fill"),
-    [("int16", -1024), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)],
+    ("dtype", "fill"), [("int16", -1024), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)]
 )
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_an_absent_chunk_has_exactly_the_fill_value(tmp_path: Path, dtype: str, fill: Any, zarr_format: int) -> None:
