@@ -29,7 +29,6 @@ from vesuvius.volumes.occupancy import (
     coarse_maps,
     foreground_map,
     list_chunks,
-    sidecar_signature,
     write_sidecar,
 )
 from vesuvius.volumes.volume import Volume, open_volume
@@ -116,9 +115,9 @@ def test_a_reader_takes_an_absent_chunk_for_damage_if_it_was_listed(tmp_path: Pa
 # ---- sidecars
 
 
-def put_sidecar(path: Path, chunks: Any, name: str = "occupancy") -> None:
+def put_sidecar(path: Path, chunks: Any, name: str = "occupancy", **more: Any) -> None:
     with (path / SIDECAR).open("wb") as out:
-        np.savez_compressed(out, **{name: chunks})
+        np.savez_compressed(out, **{name: chunks}, **more)
 
 
 def test_a_sidecar_is_found_next_to_its_level(tmp_path: Path) -> None:
@@ -151,13 +150,10 @@ BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
     "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "is not an npz with `occupancy`"),
     "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "is not an npz with `occupancy`"),
     "of another array": (
-        lambda path: write_sidecar(path / SIDECAR, some_chunks(), "vesuvius:0123"),
+        lambda path: put_sidecar(path, some_chunks(), signature=np.array("vesuvius:0123")),
         "belongs to another array: its signature is vesuvius:0123",
     ),
-    "nothing": (
-        lambda path: write_sidecar(path / SIDECAR, np.zeros(GRID, bool), "by hand"),
-        "lists no chunk, but some are stored",
-    ),
+    "nothing": (lambda path: put_sidecar(path, np.zeros(GRID, bool)), "lists no chunk, but some are stored"),
 }
 
 
@@ -179,9 +175,9 @@ def test_a_sidecar_from_before_the_volume_grew_is_refused(
     half = np.ones(GRID, bool)
     half[:, :, 2:] = False
     address = server.url_of(path) if remote else path
-    write_sidecar(path / SIDECAR, half, "by hand")
+    put_sidecar(path, half)
     np.testing.assert_array_equal(chunk_occupancy(opened(address)), half)
-    write_sidecar(path / SIDECAR, half, sidecar_signature(opened(path)))
+    write_sidecar(path / SIDECAR, opened(path), half)
     with pytest.raises(DataError, match=r"is out of date: \S+ is stored but not listed; rebuild it with"):
         chunk_occupancy(opened(address))
 

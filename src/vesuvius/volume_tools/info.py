@@ -19,15 +19,7 @@ from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.volumes.box import Box, box_along, triple
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Names
-from vesuvius.volumes.occupancy import (
-    SIDECAR,
-    Bools,
-    check_shards,
-    list_chunks,
-    read_sidecar,
-    sidecar_signature,
-    write_sidecar,
-)
+from vesuvius.volumes.occupancy import SIDECAR, Bools, check_shards, list_chunks, read_sidecar, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
@@ -153,7 +145,7 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
         counted = _counted(volume, occupancy, "listing")
     with storage_errors(f"the sidecar {path}", "choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_sidecar(path, occupancy, sidecar_signature(volume))
+        write_sidecar(path, volume, occupancy)
     return path, counted
 
 

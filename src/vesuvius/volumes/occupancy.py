@@ -271,7 +271,7 @@ def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
 
     A sidecar from another writer may omit stored chunks on purpose, but not all of them.
     """
-    grid, expected = volume.grid, sidecar_signature(volume)
+    grid, expected = volume.grid, _signature(volume)
     if signature.startswith("vesuvius:") and not signature.startswith(expected):
         return f"belongs to another array: its signature is {signature}, not {expected}"
     if occupancy.dtype != bool or occupancy.shape not in (grid.counts_zyx, grid.object_counts_zyx):
@@ -288,15 +288,15 @@ def _problem(volume: Volume, occupancy: Bools, signature: str) -> str:
     return f"is out of date: {added[0]} is stored but not listed" if added else ""
 
 
-def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
+def write_sidecar(path: Path, volume: Volume, occupancy: Bools) -> None:
     """Write an occupancy atomically.  Raises OSError."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as out:
-        np.savez_compressed(out, occupancy=occupancy, signature=np.array(signature))
+        np.savez_compressed(out, occupancy=occupancy, signature=np.array(_signature(volume)))
     partial.replace(path)
 
 
-def sidecar_signature(volume: Volume) -> str:
+def _signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
