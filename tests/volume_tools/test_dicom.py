@@ -19,7 +19,6 @@ from pydicom.fileset import FileSet
 
 from tests.volume_tools.test_importing import Voxels, imported, read
 from vesuvius.commands import volume
-from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.importing import ImportRequest, import_volume
 from vesuvius.volume_tools.sources.source import open_source
@@ -81,7 +80,7 @@ def test_slices_are_ordered_by_position_and_rescaled(tmp_path: Path) -> None:
     assert geometry.translation_zyx == (-30, 20, 10)
     import_volume(ImportRequest(str(tmp_path / "scan"), tmp_path / "out.zarr"))
     np.testing.assert_array_equal(imported(tmp_path / "out.zarr"), HU)
-    assert open_volume(ArrayConfig(path=f"{tmp_path}/out.zarr")).geometry == geometry
+    assert open_volume(f"{tmp_path}/out.zarr").geometry == geometry
 
 
 PIXELS: dict[str, tuple[Callable[[int], dict[str, Any]], Voxels]] = {

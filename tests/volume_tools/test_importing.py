@@ -392,7 +392,7 @@ def test_the_output_has_the_documented_format_and_three_readers_agree(tmp_path: 
     assert files == {"c/0/0/0"}, "of air alone there is no shard"
     assert array.metadata.dimension_names == ("z", "y", "x")
     np.testing.assert_array_equal(np.asarray(array[...]), voxels)
-    np.testing.assert_array_equal(open_volume(ArrayConfig(path=str(out))).read(((0, 0, 0), voxels.shape)), voxels)
+    np.testing.assert_array_equal(open_volume(out).read(((0, 0, 0), voxels.shape)), voxels)
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "0")}}
     np.testing.assert_array_equal(tensorstore.open(spec, read=True).result().read().result(), voxels)
 
@@ -435,7 +435,7 @@ def test_a_killed_import_resumes_and_equals_an_uninterrupted_one(tmp_path: Path)
         assert kill_when(killed, lambda: sum(file.is_file() for file in files("[0-9]")) > count)  # noqa: B023
         assert not (tmp_path / "killed/v.zarr").exists()
         with pytest.raises(DataError, match=r"neither|group"):
-            open_volume(ArrayConfig(path=str(unfinished)))
+            open_volume(unfinished)
     assert b"before         0" not in fork_server.run(killed, capture_output=True, check=True).stdout
     fork_server.run(whole, capture_output=True, check=True)
     assert chunk_files(tmp_path / "killed/v.zarr") == chunk_files(tmp_path / "whole/v.zarr")

@@ -64,7 +64,7 @@ CODECS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for *_, words in CODECS])
 def test_codecs_are_described_with_their_settings(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), **options)
-    assert describe_codecs(open_volume(ArrayConfig(path=str(path))).array) == words
+    assert describe_codecs(open_volume(path).array) == words
 
 
 def test_the_sidecar_is_used_unless_a_listing_is_requested(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import pytest
 
 from tests.volume_tools.test_importing import Voxels, imported, read, scan
 from vesuvius.commands import volume
-from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import importing
 from vesuvius.volume_tools.copy import CopyStats
@@ -75,7 +74,7 @@ def test_reversed_axes_are_imported_across_layers(
     source = save_nifti(tmp_path / "v.nii.gz", *stored(voxels, order, (1, 1, 1)))
     import_volume(ImportRequest(str(source), out, levels=1))
     np.testing.assert_array_equal(imported(out), voxels)
-    geometry = open_volume(ArrayConfig(path=str(out))).geometry
+    geometry = open_volume(out).geometry
     assert geometry is not None
     np.testing.assert_allclose(geometry.translation_zyx, CORNER[::-1], atol=1e-4)
 
@@ -166,7 +165,7 @@ def test_an_unusable_orientation_is_a_warning(tmp_path: Path, case: str, caplog:
 def test_a_voxel_size_that_is_given_keeps_the_offset_in_voxels(tmp_path: Path) -> None:
     source = save_nifti(tmp_path / "v.nii", *stored(scan("uint16", SHAPE), (0, 1, 2), (0, 0, 0)))
     assert volume.main(["import", str(source), f"{tmp_path}/v.zarr", "--voxel-size-um=8,7,6"]) == 0
-    geometry = open_volume(ArrayConfig(path=f"{tmp_path}/v.zarr")).geometry
+    geometry = open_volume(f"{tmp_path}/v.zarr").geometry
     assert geometry is not None
     assert geometry.voxel_size_um == (8, 7, 6)
     np.testing.assert_allclose(geometry.translation_zyx, CORNER[::-1] / SCALE[::-1] * [8, 7, 6])
@@ -402,4 +401,4 @@ def test_a_voxel_size_that_cannot_be_used_is_a_warning(
     (warning,) = (line for line in capsys.readouterr().err.splitlines() if "WARNING" in line)
     assert "cannot be used" in warning
     np.testing.assert_array_equal(imported(tmp_path / "v.zarr"), scan("uint16", SHAPE))
-    assert open_volume(ArrayConfig(path=f"{tmp_path}/v.zarr")).voxel_size_um == (8, 7, 6)
+    assert open_volume(f"{tmp_path}/v.zarr").voxel_size_um == (8, 7, 6)

@@ -143,7 +143,7 @@ def volume_of(
     else:
         entry = {"coordinateTransformations": pyramid} if pyramid else {}
         write_ome(path, {"0": tuple(shape)}, [scale], {0: translation}, unit, entry=entry)
-    return open_volume(ArrayConfig(path=str(path)))
+    return open_volume(path)
 
 
 ANY = (20, 36, 44)

@@ -20,7 +20,7 @@ from zarr.storage import LocalStore
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
@@ -207,7 +207,7 @@ def test_a_damaged_index_makes_its_region_unreadable(
         with pytest.raises(ValueError, match=words):
             grid.shard_index("c/0/0/0")
     for address in (str(path), server.url_of(path)):
-        volume = open_volume(ArrayConfig(path=address))
+        volume = open_volume(address)
         with pytest.raises(
             UnreadableChunkError, match=r"chunk \[0, 0, 0\] of volume .*v\.zarr, region z 0:8, y 0:8, x 0:8: "
         ):
@@ -222,10 +222,10 @@ def test_a_complete_volume_is_read_with_every_index_format(
 ) -> None:
     path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
     address = server.url_of(path) if remote else str(path)
-    volume = open_volume(ArrayConfig(path=address), missing_chunk="error")
+    volume = open_volume(address, missing_chunk="error")
     stored = ((3, 0, 0), (24, 20, 32))
     listed = np.broadcast_to(np.arange(4)[:, None, None] < 3, (4, 4, 4))
-    np.testing.assert_array_equal(list_chunks(open_volume(ArrayConfig(path=str(path)))), listed)
+    np.testing.assert_array_equal(list_chunks(open_volume(path)), listed)
     volume.stage(stored)
     np.testing.assert_array_equal(volume.read(stored), textured(SHAPE)[3:24, :20])
     with pytest.raises(DataError, match=r"Chunk \[3, 0, 0\] of volume .*v\.zarr is absent"):

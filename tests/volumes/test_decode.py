@@ -20,7 +20,7 @@ from zarr.registry import register_codec
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -80,7 +80,7 @@ def test_no_volume_chooses_a_codec_that_executes_code(
 
 
 def open_at(address: str) -> Volume:
-    return open_volume(ArrayConfig(path=address), FAST)
+    return open_volume(address, FAST)
 
 
 def write_v2(path: Path, **options: Any) -> None:

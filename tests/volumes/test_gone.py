@@ -36,7 +36,7 @@ def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
 def open_at(address: str, stored: Any = None) -> Volume:
     """`stored` is bool over the chunk grid, or a path to list."""
     listed = list_chunks(open_at(str(stored))) if isinstance(stored, Path) else stored
-    volume = open_volume(ArrayConfig(path=address), FAST)
+    volume = open_volume(address, FAST)
     volume.missing.listed = listed
     return volume
 

@@ -17,7 +17,7 @@ from zarr.storage import MemoryStore, StorePath
 from tests.conftest import textured, write_array
 from tests.support.odd_server import objects_of, serving
 from tests.volumes.test_axes import multiscale
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.volume import open_volume
@@ -46,7 +46,7 @@ def shard_of(*codecs: Any) -> Change:
 
 
 def read(address: str | Path) -> Any:
-    volume = open_volume(ArrayConfig(path=str(address)), StoreConfig(outage_minutes=0.01))
+    volume = open_volume(address, StoreConfig(outage_minutes=0.01))
     try:
         return volume.read(((0, 0, 0), volume.shape_zyx))
     finally:
@@ -248,7 +248,7 @@ def write_collection(path: Path, images: int, zarr_format: int = 2) -> Path:
 
 def message_of(address: str) -> str:
     with pytest.raises(DataError) as refusal:
-        open_volume(ArrayConfig(path=address), StoreConfig())
+        open_volume(address, StoreConfig())
     return str(refusal.value)
 
 
@@ -259,7 +259,7 @@ def test_the_error_for_a_collection_names_images_that_can_be_opened(tmp_path: Pa
     assert f"Cannot open {path}: it is a bioformats2raw collection of images without multiscales metadata" in message
     assert f"; set path to {path}/0 or {path}/1 or {path}/2 or" in message
     assert message.endswith(f"{path}/7 (and 4 more)"), "by number, 10 and 11 last"
-    volume = open_volume(ArrayConfig(path=str(path / "0")))
+    volume = open_volume(path / "0")
     np.testing.assert_array_equal(volume.read(((0, 0, 0), (8, 8, 8))), textured((8, 8, 8)))
 
 

@@ -42,7 +42,7 @@ def write_ct(path: Path, dtype: str = "float32", **options: Any) -> np.ndarray:
 
 
 def opened(path: Path, nan: Nan = "air") -> Volume:
-    return open_volume(ArrayConfig(path=str(path)), nan=nan)
+    return open_volume(path, nan=nan)
 
 
 @pytest.mark.sample(5)

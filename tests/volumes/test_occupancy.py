@@ -23,14 +23,7 @@ from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, MaskConfi
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.volumes import occupancy
-from vesuvius.volumes.occupancy import (
-    SIDECAR,
-    chunk_occupancy,
-    coarse_maps,
-    foreground_map,
-    list_chunks,
-    write_sidecar,
-)
+from vesuvius.volumes.occupancy import SIDECAR, chunk_occupancy, coarse_maps, foreground_map, list_chunks, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -41,7 +34,7 @@ GRID = (3, 4, 3)
 
 
 def opened(address: Path | str, **options: Any) -> Volume:
-    return open_volume(ArrayConfig(path=str(address)), FAST, **options)
+    return open_volume(address, FAST, **options)
 
 
 def some_chunks(seed: int = 0) -> Voxels:

@@ -119,7 +119,7 @@ def test_a_store_that_never_answered_is_given_up_early(
     with pytest.raises(
         OutageError, match=r"Cannot reach the store: Connection refused .*; check the address"
     ) as caught:
-        open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
+        open_volume("http://127.0.0.1:1/v.zarr", PATIENT)
     assert time.monotonic() - began < 5
     assert "\n" not in str(caught.value)
     assert "retrying for up to 0.3 s, because it has never answered: check the address" in caplog.messages[0]

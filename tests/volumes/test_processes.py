@@ -20,7 +20,7 @@ from tests.conftest import textured, write_array
 from tests.support.chunk_server import ChunkServer
 from tests.support.forked import in_child
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius import ArrayConfig, DataError, StoreConfig, Volume, open_volume
+from vesuvius import DataError, StoreConfig, Volume, open_volume
 from vesuvius.errors import VesuviusError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -97,7 +97,7 @@ def test_a_pickled_volume_keeps_its_settings_and_its_place(tmp_path: Path, monke
     path = write_array(tmp_path / "a/scan.zarr", textured((16, 16, 16)).astype(np.float32) * np.nan, chunk=8)
     (path / "0/0/0").unlink()
     monkeypatch.chdir(path.parent)
-    volume = open_volume(ArrayConfig(path="scan.zarr"), StoreConfig(requests=3), "error", 7.0)
+    volume = open_volume("scan.zarr", StoreConfig(requests=3), "error", 7.0)
     data = pickle.dumps(volume)
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")

@@ -16,7 +16,7 @@ from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.azure import ACCOUNT, CONTAINER, KEY, TOKEN, azure_server, sas_token, signer
 from tests.support.odd_server import Asked, OddServer, objects_of, odd_server, sized
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import RefusedError
 from vesuvius.volumes.occupancy import list_chunks
@@ -203,8 +203,8 @@ def test_a_volume_on_azure_streams_and_lists_as_on_disk(
         with open_stream(make_job(address, store=FAST)) as stream:
             patches, _ = collect(stream, 8)
             assert not stream.events
-        occupancy = list_chunks(open_volume(ArrayConfig(path=address), FAST))
+        occupancy = list_chunks(open_volume(address, FAST))
         assert {signer(asked) for asked in server.asked} == {"key"}
     np.testing.assert_array_equal(patches, expected)
-    np.testing.assert_array_equal(occupancy, list_chunks(open_volume(ArrayConfig(path=str(path)))))
+    np.testing.assert_array_equal(occupancy, list_chunks(open_volume(path)))
     assert "does not support suffix ranges" not in caplog.text, "obstore knows that Azure cannot"

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import textured, write_ome
 from tests.support.hub import hub_server
 from tests.support.odd_server import Asked, objects_of, sized
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import OutageError, RefusedError
 from vesuvius.volumes.occupancy import list_chunks
@@ -61,8 +61,8 @@ def test_a_volume_on_the_hub_reads_and_lists_as_on_disk(
 
     with hub_server(files, root, revision, TOKEN, fault=fault) as (hub, network):
         at(hub.url, monkeypatch, TOKEN)
-        there = open_volume(ArrayConfig(path=f"hf://{address}/scans/s 1#.zarr/"), FAST)
-        with there, open_volume(ArrayConfig(path=tmp_path / "s 1#.zarr")) as here:
+        there = open_volume(f"hf://{address}/scans/s 1#.zarr/", FAST)
+        with there, open_volume(tmp_path / "s 1#.zarr") as here:
             np.testing.assert_array_equal(there[:], here[:])
             np.testing.assert_array_equal(list_chunks(there), list_chunks(here))
             keys = list(there.source.list_keys("0"))

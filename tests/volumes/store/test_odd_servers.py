@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.support.odd_server import Asked, answer, files_below, odd_server, served, sized
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import RefusedError, is_outage, is_protocol_error
 from vesuvius.volumes.store.objects import ByteRange
@@ -81,7 +81,7 @@ def test_a_server_without_suffix_ranges_is_read_and_is_not_an_outage(
     with odd_server(files_below(tmp_path, READ_ALL_THE_SAME[kind])) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         address = f"{server.url}/bucket/v.zarr" if scheme == "http" else "s3://bucket/v.zarr"
-        volume = open_volume(ArrayConfig(path=address), StoreConfig(anonymous=True))
+        volume = open_volume(address, StoreConfig(anonymous=True))
         for _ in range(2):
             np.testing.assert_array_equal(volume.read(BOX), textured(SHAPE)[:32])
             volume.grid.forget(BOX)

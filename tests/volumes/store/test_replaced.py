@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.support.odd_server import objects_of, serving
 from tests.support.s3 import upload
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.volumes.errors import RefusedError
 from vesuvius.volumes.store import source
 from vesuvius.volumes.volume import Volume, open_volume
@@ -52,7 +52,7 @@ WHOLE = ((0, 0, 0), (32, 32, 32))
 
 def opened(address: str, cache: Path | None) -> Volume:
     store = StoreConfig(cache_dir=str(cache) if cache else None, cache_gib=0.1, outage_minutes=0.01)
-    return open_volume(ArrayConfig(path=address), store)
+    return open_volume(address, store)
 
 
 def read(address: str, cache: Path, box: Any = WHOLE) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from tests.support.chunk_server import ChunkServer
 from tests.support.odd_server import odd_server, serving, sized
 from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
 from vesuvius.volumes.occupancy import list_chunks
@@ -117,7 +117,7 @@ ADDRESSES = [
 @pytest.mark.parametrize(("address", "message"), ADDRESSES)
 def test_malformed_addresses_are_refused_in_one_line(address: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        open_volume(ArrayConfig(path=address))
+        open_volume(address)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
 
@@ -144,7 +144,7 @@ def test_names_with_any_characters_are_opened_and_printed_literally(
         write_array(tmp_path / decoy, wrong)
     root = upload(s3, tmp_path, "public", tmp_path.name) if where == "s3" else str(tmp_path)
     for address in [f"{root}/{name}/"] if where == "s3" else [f"file://{quote(str(path), '/#?')}", str(path)]:
-        volume = open_volume(ArrayConfig(path=address), FAST)
+        volume = open_volume(address, FAST)
         np.testing.assert_array_equal(volume.read(((0, 0, 0), (32, 32, 32))), right)
         assert list_chunks(volume).all()
         assert volume.name.rstrip("/") == f"{root}/{name}"
@@ -184,8 +184,8 @@ def test_a_volume_on_s3_streams_and_lists_as_on_disk(s3: Any, tmp_path: Path, mo
         patches, _ = collect(stream, 8)
         assert not stream.events
     np.testing.assert_array_equal(patches, expected)
-    occupancy = list_chunks(open_volume(ArrayConfig(path=address), FAST))
-    np.testing.assert_array_equal(occupancy, list_chunks(open_volume(ArrayConfig(path=str(path)))))
+    occupancy = list_chunks(open_volume(address, FAST))
+    np.testing.assert_array_equal(occupancy, list_chunks(open_volume(path)))
     assert 0 < occupancy.sum() < occupancy.size
 
 
@@ -230,7 +230,7 @@ def test_links_to_slabs_on_other_disks_are_listed_and_read(tmp_path: Path) -> No
     (tmp_path / "disk2").mkdir()
     (path / "1").rename(tmp_path / "disk2/slab")
     (path / "1").symlink_to(tmp_path / "disk2/slab")
-    volume = open_volume(ArrayConfig(path=str(path)))
+    volume = open_volume(path)
     assert list_chunks(volume).all()
     np.testing.assert_array_equal(volume.read(((0, 0, 0), (96, 64, 64))), textured((96, 64, 64)))
 
@@ -241,7 +241,7 @@ def test_a_slab_on_an_unmounted_disk_is_an_error_not_air(tmp_path: Path, layout:
     slab = path / {"v2": "1", "v3-sharded": "c/1"}[layout]
     slab.rename(tmp_path / "unmounted")
     slab.symlink_to(tmp_path / "disk2/slab")
-    volume = open_volume(ArrayConfig(path=str(path)))
+    volume = open_volume(path)
     with pytest.raises(DataError, match=f"{slab} is a broken link, not a folder of chunks; mount the"):
         list_chunks(volume)
     box = ((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64))
