@@ -20,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -44,8 +44,6 @@ _STAGED_AHEAD = 8
 
 Task = tuple[list[int], list[Triple]]
 """Objects that a process reads together: their indices in the flattened grid of objects, and their chunks."""
-Opener = Callable[[], Volume]
-"""Opens the volume in a reading process.  Picklable."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,20 @@ class BrokenChunk:
     key: str  # of the object that holds it
     cause: str
     box: Box  # the damaged voxels, (start_zyx, stop_zyx)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Opens the volume in a reading process.  Picklable."""
+
+    spec: ArrayConfig
+    store: StoreConfig
+    listed: Bools | None  # chunks that must exist; None = unknown
+
+    def open(self) -> Volume:
+        volume = open_volume(self.spec, self.store, reopened=True)
+        volume.missing.listed = self.listed
+        return volume
 
 
 @dataclass
@@ -99,7 +111,7 @@ def verify_volume(
         if before:
             words = "resuming the verification started on %s: %d of %d chunks (or shards) are already verified"
             log.info(words, since, before, len(numbers))
-        reads = _read_tasks(partial(_open, spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
+        reads = _read_tasks(Reading(spec, store, listed), volume.grid, _tasks(volume.grid, left), processes)
         with closing(reads):
             for (some, chunks), broken in reads:
                 if not broken:  # broken chunks are read again by the next process, they may have been restored
@@ -119,7 +131,7 @@ def verify_volume(
 
 
 def _read_tasks(
-    opener: Opener, grid: ChunkGrid, tasks: Iterator[Task], processes: int
+    reading: Reading, grid: ChunkGrid, tasks: Iterator[Task], processes: int
 ) -> Generator[tuple[Task, list[BrokenChunk]], None, None]:
     """Read all tasks; yields each task with its broken chunks.  Closing the generator ends the processes.
 
@@ -131,20 +143,20 @@ def _read_tasks(
     is_over = False
     while not is_over:
         left = list[Task]()
-        with _pool(opener, processes) as pool, suppress(BrokenProcessPool):
+        with _pool(reading, processes) as pool, suppress(BrokenProcessPool):
             for left in rounds:
                 for broken in pool.map(_read_chunks, [chunks for _, chunks in left]):
                     yield left.pop(0), broken
         for task in left:
-            yield task, _read_one_by_one(opener, grid, task[1])
+            yield task, _read_one_by_one(reading, grid, task[1])
         is_over = not left
 
 
-def _read_one_by_one(opener: Opener, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
+def _read_one_by_one(reading: Reading, grid: ChunkGrid, chunks: list[Triple]) -> list[BrokenChunk]:
     """Read in one process at a time, so that each death identifies the chunk that caused it."""
     broken, left = list[BrokenChunk](), list(chunks)
     while left:
-        with _pool(opener, 1) as pool:
+        with _pool(reading, 1) as pool:
             try:
                 while left:
                     broken += pool.submit(_read_chunks, left[:1]).result()
@@ -156,9 +168,9 @@ def _read_one_by_one(opener: Opener, grid: ChunkGrid, chunks: list[Triple]) -> l
 
 
 @contextmanager
-def _pool(opener: Opener, processes: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(reading: Reading, processes: int) -> Iterator[ProcessPoolExecutor]:
     """A process pool that is terminated with the context.  Raises DataError if no process can be started."""
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (opener,))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (reading,))
     try:
         try:
             pool.submit(os.getpid).result()
@@ -176,20 +188,13 @@ def _pool(opener: Opener, processes: int) -> Iterator[ProcessPoolExecutor]:
             process.join()
 
 
-_volume: Opener  # set in the processes of a pool
+_volume: Callable[[], Volume]  # set in the processes of a pool
 
 
-def _open(spec: ArrayConfig, store: StoreConfig, listed: Bools | None) -> Volume:
-    """Open the volume again; the `listed` chunks must exist, None = unknown."""
-    volume = open_volume(spec, store, reopened=True)
-    volume.missing.listed = listed
-    return volume
-
-
-def _begin(opener: Opener) -> None:
+def _begin(reading: Reading) -> None:
     """Initialize a process of the pool."""
     global _volume
-    _volume = cache(opener)
+    _volume = cache(reading.open)
     for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
