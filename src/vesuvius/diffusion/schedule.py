@@ -198,14 +198,14 @@ class Schedule:
 
     def q_sample(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Noise `x_0` to level `t`: x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) eps (Ho et al. 2020, eq. 4)."""
-        alpha, sigma = self._levels(t)
+        alpha, sigma = self.alpha_and_sigma(t)
         return alpha * self.standardized(x_0) + sigma * eps.float()
 
     def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return the training target of a prediction kind for x_t; v as in Salimans & Ho 2022, section 4."""
         match kind:
             case "v":
-                alpha, sigma = self._levels(t)
+                alpha, sigma = self.alpha_and_sigma(t)
                 return alpha * eps.float() - sigma * self.standardized(x_0)
             case "eps":
                 return eps.float()
@@ -216,12 +216,12 @@ class Schedule:
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Convert a prediction for x_t to x_0, in model values, and eps, with the function of the same name."""
-        x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
+        x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self.alpha_and_sigma(t))
         return self.model_values(x_0), eps
 
     def wiener_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
         """Return the estimate of x_0, in model values, by the stationary Wiener filter for data of this spectrum."""
-        alpha, sigma = self._levels(t)
+        alpha, sigma = self.alpha_and_sigma(t)
         # x_t is standardized with this schedule's mean and std; the filter expects those of `spectrum`.
         shift, scale = (spectrum.mean - self.mean) / self.std, spectrum.std / self.std
         return spectrum.wiener_filter(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
@@ -235,10 +235,11 @@ class Schedule:
 
         A float32 `t` may lie between two timesteps; log sigma/alpha is then interpolated, as in `rho_levels`.
         """
-        if not t.is_floating_point():
-            return self._levels(t)
-        log_snr = self._log_snr(t)
-        alpha, sigma = torch.sigmoid(log_snr).sqrt(), torch.sigmoid(-log_snr).sqrt()
+        if t.is_floating_point():
+            log_snr = self._log_snr(t)
+            alpha, sigma = torch.sigmoid(log_snr).sqrt(), torch.sigmoid(-log_snr).sqrt()
+        else:  # index_select, not table[t]: with indexing a negative t would wrap to the noisy end
+            alpha, sigma = (each.index_select(0, t) for each in (self.sqrt_alpha_bar, self.sqrt_one_minus_alpha_bar))
         return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
 
     def network_input(self, t: Tensor) -> Tensor:
@@ -254,12 +255,6 @@ class Schedule:
             return self.snr(t).log()
         below, above = t.floor().long(), t.ceil().long()
         return self.snr(below).log() * (1 - (t - below)) + self.snr(above).log() * (t - below)
-
-    def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        # index_select, not table[t]: with indexing a negative t would wrap to the noisy end.
-        alpha = self.sqrt_alpha_bar.index_select(0, t)
-        sigma = self.sqrt_one_minus_alpha_bar.index_select(0, t)
-        return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
 
 
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:

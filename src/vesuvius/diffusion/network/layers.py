@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 NORM_EPS = 1e-5
 
+Conv = Callable[[Tensor], Tensor]
+
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that disables autocast."""
@@ -26,13 +28,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def norm_silu_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    conv: Callable[[Tensor], Tensor],
-    recompute: bool,
-    conv_bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, conv: Conv, recompute: bool, conv_bias: Tensor | None = None
 ) -> Tensor:
     """Return conv(SiLU(GroupNorm(x + conv_bias) weight + bias)), in the memory order of x, [B, C, Z, Y, X].
 
@@ -215,9 +211,7 @@ class NormSiLU(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(
-        self, x: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool, conv_bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, conv: Conv, recompute: bool, conv_bias: Tensor | None = None) -> Tensor:
         return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, recompute, conv_bias)
 
 
@@ -231,9 +225,7 @@ class AdaptiveNormSiLU(nn.Module):
         self.groups = group_count(channels)
         self.project = nn.Linear(embedding, 2 * channels)
 
-    def forward(
-        self, x: Tensor, rows: Tensor, conv: Callable[[Tensor], Tensor], recompute: bool, x_bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor, conv: Conv, recompute: bool, x_bias: Tensor | None = None) -> Tensor:
         """[B, C, Z, Y, X] and `project_timestep`'s rows -> conv(SiLU(norm(x) (1 + scale) + shift))."""
         scale, shift = rows.chunk(2, dim=1)
         return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, recompute, x_bias)
@@ -255,7 +247,7 @@ class ResidualBlock(nn.Module):
 
         Compiled code may pass the bias of the convolution that x is from, [channels_in], which takes no extra pass.
         """
-        conv_1: Callable[[Tensor], Tensor] = self.conv_1
+        conv_1: Conv = self.conv_1
         conv_bias: Tensor | None = None
         if torch.compiler.is_compiling():  # the bias is added by the norm
             conv_1, conv_bias = partial(F.conv3d, weight=self.conv_1.weight, padding=1), self.conv_1.bias

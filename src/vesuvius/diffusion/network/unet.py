@@ -79,13 +79,7 @@ class Execution:
 
 
 def _with_entry(
-    block: nn.Module,
-    entry: nn.Module | None,
-    added: bool,
-    rows: Tensor,
-    recompute: bool,
-    first: Tensor,
-    *others: Tensor,
+    block: nn.Module, entry: nn.Module | None, added: bool, rows: Tensor, recompute: bool, first: Tensor, *more: Tensor
 ) -> Tensor:
     """Return the output of a block; compiled as one region, so that the operations before the norm fuse with it."""
     bias: Tensor | None = None
@@ -93,8 +87,8 @@ def _with_entry(
         h, bias = F.conv3d(first, entry.weight, padding=1), entry.bias
     else:
         h = first if entry is None else entry(first)
-    if others:
-        h = h + others[0] if added else torch.cat((h, *others), dim=1)
+    if more:
+        h = h + more[0] if added else torch.cat((h, *more), dim=1)
     out: Tensor = block(h, rows, recompute, bias)
     return out
 
