@@ -56,9 +56,8 @@ def to_model_values(voxels: NDArray[Any], intensity: IntensityRange) -> NDArray[
 
 def to_intensities(x_0: NDArray[np.float32], intensity: IntensityRange, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert model values to intensities, -1 to low and +1 to high; see `cast_intensities`.  Pure."""
-    return cast_intensities(
-        intensity.low + (x_0.astype(np.float64) + 1) * ((intensity.high - intensity.low) / 2), dtype
-    )
+    half = (intensity.high - intensity.low) / 2
+    return cast_intensities(intensity.low + (x_0.astype(np.float64) + 1) * half, dtype)
 
 
 def cast_intensities(intensities: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -237,7 +237,7 @@ def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None
         other = overlapping(drawn, 40, rng)
         other = replace(other, locations=other.locations - (1, 0, 0, 0))
         shown = [each.values for each in (second, training, other)]
-        found += classifier_auc(second, training, other, shown, knows_by_heart, [("auc", "")])
+        found += classifier_auc(second, other, shown, knows_by_heart, [("auc", "")])
     found = [each for each in found if math.isfinite(each.distance)]
     values = np.array([each.distance for each in found])
     assert len(found) > 12

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,21 +122,18 @@ def evaluate(
 def evaluation_page(
     name: str, directory: str, facts: Mapping[str, str], comparison: Comparison, notes: Sequence[str]
 ) -> RunReport:
+    differs = {metric.differs for metric in comparison.metrics}
     return RunReport(
         name=f"{name}: evaluation",
         directory=directory,
         headline=verdict(comparison),
-        tone=_tone([metric.differs for metric in comparison.metrics]),
+        tone="bad" if True in differs else "good" if False in differs else "",
         facts=facts,
         highlights=("step", "held out", "patch"),
         bars=_bars(comparison.metrics),
         charts=tuple(_charts(comparison)),
         tables=(replace(metric_table(comparison.metrics), note="  ".join([_HOW, *notes])),),
     )
-
-
-def _tone(differs: Sequence[bool | None]) -> Literal["good", "bad", ""]:
-    return "bad" if True in differs else "good" if False in differs else ""
 
 
 def _samples(asked: SampleRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:

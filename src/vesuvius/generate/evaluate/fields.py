@@ -82,9 +82,7 @@ def _chords(material: NDArray[np.bool_], axis: int) -> Floats:
     begins = at[:-1] % (size + 1) != size
     phases = lines.ravel()[(at - at // (size + 1))[:-1][begins]]
     lengths = np.diff(at)[begins]
-    return np.stack([np.bincount(lengths[phases == phase], minlength=size + 1) for phase in (False, True)]).astype(
-        float
-    )
+    return np.stack([np.bincount(lengths[phases == phase], minlength=size + 1) for phase in (False, True)], dtype=float)
 
 
 def _area(inside: NDArray[np.bool_], slopes: Sequence[NDArray[np.float32]], axis: int) -> float:

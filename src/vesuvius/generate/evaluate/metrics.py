@@ -91,11 +91,7 @@ class Comparison:
 
 
 def compare(
-    generated: PatchSet,
-    real: RealPatches,
-    augment: AugmentConfig,
-    classifier_steps: Sequence[int],
-    volume: Any = None,
+    generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: Sequence[int], volume: Any = None
 ) -> Comparison:
     """Measure all metrics; copies are searched in the symmetries of `augment`, and seams in a generated `volume`.
 
@@ -111,7 +107,6 @@ def compare(
     # One thread per core with its own small tensors is twice as fast as torch's threads.
     with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compared = test_real, train_real, generated
             nearest = [
                 pool.submit(nearest_distances, real.searched, each.values, augment) for each in (generated, held_out)
             ]
@@ -124,13 +119,15 @@ def compare(
             train = partial(two_sample_scores, efforts=classifier_steps)
             named = [(f"auc_{steps}" if n else "auc", f"classifier AUC at {steps} steps")
                      for n, steps in enumerate(classifier_steps)]  # fmt: skip
-            aucs = classifier_auc(*compared, [each.values for each in compared], train, named, pool.map)
+            shown = [each.values for each in (test_real, train_real, generated)]
+            aucs = classifier_auc(test_real, generated, shown, train, named, pool.map)
             features = {name: np.stack(list(each)) for name, each in described.items()}
             parts = {name: list(each) for name, each in measured.items()}
-        shown = [features["held_out"] if generated.is_conditional else features["side 1"], features["side 0"]]
-        aucs += classifier_auc(
-            *compared, [*shown, features["generated"]], kernel_scores, [("features_auc", "AUC of fixed features")]
-        )
+        shown = [
+            features[name] for name in ("held_out" if generated.is_conditional else "side 1", "side 0", "generated")
+        ]
+        named = [("features_auc", "AUC of fixed features")]
+        aucs += classifier_auc(test_real, generated, shown, kernel_scores, named)
         metrics = _textures(parts, generated.groups(), sets["training"].groups())
         metrics += _fields(sets, {name: np.stack(list(each)) for name, each in structure.items()})
         metrics += _feature_distances(sets, features)
@@ -185,10 +182,7 @@ def _sides(one: Ints, other: Ints) -> NDArray[np.bool_]:
 
 
 def _family(
-    named: Mapping[str, str],
-    far: tuple[Floats, Floats],
-    values: Mapping[str, dict[str, float]],
-    notes: Mapping[str, str],
+    named: Mapping[str, str], far: tuple[Floats, Floats], values: dict[str, dict[str, float]], notes: Mapping[str, str]
 ) -> list[Metric]:
     """Return the metrics of a family; `far` has their distances from held-out patches for both sides, each [T, M]."""
     chances = family_p((far[0] - far[1])[0], (far[0] - far[1])[1:])
@@ -264,7 +258,6 @@ def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -
 
 def classifier_auc(
     real: PatchSet,
-    training: PatchSet,
     other: PatchSet,
     shown: Sequence[NDArray[Any]],
     scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
@@ -274,9 +267,9 @@ def classifier_auc(
     """Train two classifiers, each on one side of `other`, and test each on the other side and on `real` patches.
 
     An AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
-    share no voxel.  `real` shares none with `training`.  `shown` is the classifier's input for each set; `scores`
-    trains on real and other patches and scores how real each test patch looks: [N], or [efforts, N] for a family of
-    metrics.  `named` are their keys and names.
+    share no voxel.  `shown` is the classifier's input: `real`, real patches to train on, which share no voxel with
+    them, and `other`.  `scores` trains on real and other patches and scores how real each test patch looks: [N], or
+    [efforts, N] for a family of metrics.  `named` are their keys and names.
     """
     areas, chances, tests = [], [], folds(other, real)
     trains = [(shown[1], shown[2][train]) for train, _, _ in tests]

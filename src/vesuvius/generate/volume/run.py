@@ -265,18 +265,16 @@ class _Volume:
             *(format_count(job.steps, "pass"), format_count(self.workers, "worker"), self._device.type),
         )
         # workers may run in another folder
-        guide = request.guide and request.guide.resolve()
+        folder, guide = folder.resolve(), request.guide and request.guide.resolve()
         absolute = replace(request, checkpoint=request.checkpoint.resolve(), guide=guide)
-        open_runner = partial(_open_runner, job, folder.resolve(), absolute)
+        open_runner = partial(_open_runner, job, folder, absolute)
         if self.workers == 1 and request.cluster is None:
             return run_locally(open_runner)
         from vesuvius.predict.ray_workers import ray_workers  # imports Ray
 
         gpus = int(self._device.type != "cpu")
         files = map(str, filter(None, (absolute.checkpoint, guide)))
-        return ray_workers(
-            open_runner, self.workers, gpus, request.cluster, self.progress.check, folder.resolve(), files
-        )
+        return ray_workers(open_runner, self.workers, gpus, request.cluster, self.progress.check, folder, files)
 
     def write_labels(self) -> None:
         """Write the labels of a pair, unless they are there, with the grid, chunks, levels and record of the scan."""
@@ -325,10 +323,8 @@ class _Volume:
         total, free = state + volume, free_disk_bytes(out.parent)
         need = f"{format_size(state)} for the state, at most {format_size(volume)} for the volume"
         if labels_out is not None and not labels_out.exists():
-            labels_of = [
-                volume.dtype for name, volume in self.inputs.volumes.items() if name in ("condition", "instances")
-            ]
-            labels = sum(replace(self.plan, voxel_bytes=dtype.itemsize).raw_bytes for dtype in labels_of)
+            dtypes = [of.dtype for name, of in self.inputs.volumes.items() if name in ("condition", "instances")]
+            labels = sum(replace(self.plan, voxel_bytes=dtype.itemsize).raw_bytes for dtype in dtypes)
             total, need = total + labels, f"{need}, at most {format_size(labels)} for the labels"
         if total > free:
             raise StorageError(
