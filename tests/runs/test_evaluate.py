@@ -124,7 +124,7 @@ def test_invalid_input_is_refused_in_one_line_and_nothing_is_written(
     refused = {
         ("shown", "--generated", tmp_path / "other.npy"): (2, "other.npy has shape [20, 8, 16, 15]"),
         ("shown", "--generated", tmp_path / "few.npy"): (2, "few.npy holds 3 patches"),
-        ("shown", "--generated", tmp_path / "nan.npy"): (2, "contain NaN or infinity"),
+        ("shown", "--generated", tmp_path / "nan.npy"): (2, "are not finite real numbers"),
         ("shown", "--generated", tmp_path / "text.npy"): (2, "is not a .npy file or zarr array"),
         ("shown", "--generated", tmp_path / "none.npy"): (2, "does not exist"),
         ("shown", "--generated", tmp_path / "plain.zarr"): (2, "0 disjoint patches fit into it"),

@@ -281,7 +281,7 @@ def generated_set(found: PatchSet, source: RealSource, has_condition: bool) -> P
     """
     voxels, locations, patch = np.array(found.values), found.locations, source.config.patch_size
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
-        raise ConfigError(f"Generated patches ({voxels.dtype}) contain NaN or infinity; generate new ones")
+        raise ConfigError(f"Generated patches ({voxels.dtype}) are not finite real numbers; generate new ones")
     if locations is not None:
         at = [(number, triple(start)) for number, *start in locations.tolist()]
         rows = [row for row, location in enumerate(at) if location[0] < 0 or source.qualifies(*location)]
