@@ -176,7 +176,9 @@ def test_known_voxels_are_kept_bit_by_bit_gaps_filled_and_non_finite_voxels_read
     assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
 
 
-def test_missing_chunks_are_filled(tmp_path: Path) -> None:
+def test_missing_chunks_are_filled_and_a_complete_volume_is_copied_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scan = voxels(Path("scan.zarr"))[:16, :32, :32]
     source = write_array(tmp_path / "gone.zarr", scan, chunk=16)
     (source / "0/0/1").unlink()
@@ -186,6 +188,10 @@ def test_missing_chunks_are_filled(tmp_path: Path) -> None:
     gone[:16, :16, 16:] = True
     np.testing.assert_array_equal(found[~gone], scan[~gone])
     assert found[gone].std() > 5
+    assert "No voxel of --inpaint" not in capsys.readouterr().err
+    assert draws(tmp_path / "same.zarr", "--inpaint", tmp_path / "filled.zarr", "--guidance", 0) == 0
+    assert "No voxel of --inpaint is missing, so it is copied" in capsys.readouterr().err
+    np.testing.assert_array_equal(voxels(tmp_path / "same.zarr"), found)
 
 
 def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[Any, Any]]:
