@@ -24,7 +24,6 @@ import psutil
 import pytest
 import yaml
 import zarr
-from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from tests.support import fork_server, forked, orphans
@@ -67,21 +66,25 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support import sim_device  # imports torch
 
         sim_device.register()
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        _rewrite_asserts_once(config)
+    elif getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        _fork_test_processes(config)
 
 
-def _rewrite_asserts_once(config: pytest.Config) -> None:
-    """Otherwise each process rewrites all files of a new clone: 12 s of CPU.  pytest has no public function for it."""
-    state = config.stash.get(rewrite.assertstate_key, None)
-    if state is None or sys.dont_write_bytecode:
-        return
-    for path in Path(__file__).parent.rglob("test_*.py"):
-        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        if rewrite._read_pyc(path, cached) is None:
-            key, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(state, code, key, cached)
+def _fork_test_processes(config: pytest.Config) -> None:
+    """Import libraries and tests in one process, from which those of xdist are forked: it takes 10 s of CPU."""
+    from execnet import gateway_io
+
+    named = [config.invocation_params.dir / name.partition("::")[0] for name in config.args]
+    files = [file for path in named for file in (path.rglob("test_*.py") if path.is_dir() else [path])]
+    modules = [".".join(file.relative_to(REPOSITORY).with_suffix("").parts) for file in sorted(files)]
+    fork_server.start_server(modules)
+
+    class ForkedIO(gateway_io.Popen2IOMaster):  # xdist has no option for it
+        def __init__(self, args: Sequence[str], execmodel: Any) -> None:
+            self.popen = fork_server.Popen([args[0], *args[-2:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    gateway_io.Popen2IOMaster = ForkedIO
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` picks

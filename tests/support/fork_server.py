@@ -2,7 +2,8 @@
 
 A server, one per test process, forks a process for each command.  It was itself forked from the test process after all
 tests were imported, and imports the rest at its first request.  `Popen` and `run` are those of `subprocess` for
-commands of this interpreter: `-m module`, `-c code` or a script.
+commands of this interpreter: `-m module`, `-c code` or a script.  The test processes of xdist come from such a server
+as well, which imports their tests.
 
 Forked processes keep the environment in /proc, the command line and the interpreter options of the test process, and
 libraries have already read their variables on import.  Tests of these use `subprocess`.
@@ -32,8 +33,11 @@ import traceback
 import types
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+import pytest
 
 _PRELOADED = (
     "torch",
@@ -114,25 +118,25 @@ def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
 
 
-def start_server() -> None:
+def start_server(tests: Sequence[str] = ()) -> None:
     """Fork the server after the tests are imported and before the first one runs: a later fork would inherit thread
-    locks, patches and descriptors of tests."""
+    locks, patches and descriptors of tests.  One that imports `tests` forks the test processes themselves."""
     global _server
     if "vesuvius.training.run" in sys.modules:
         _plan_the_tiny_run()  # for the tests of this process as well
-    _server = _Server()
+    _server = _Server(tests)
 
 
 class _Server:
     """The other end of the server's socket; it ends with this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tests: Sequence[str]) -> None:
         self._one_at_a_time = threading.Lock()
         self._socket, theirs = socket.socketpair()
         self._pid = os.fork()
         if not self._pid:
             self._socket.close()
-            _main(theirs)
+            _main(theirs, tests)
         theirs.close()
         atexit.register(self.close)
 
@@ -160,14 +164,14 @@ class _Server:
 _server: _Server | None = None
 
 
-def _serve(connection: socket.socket) -> dict[str, Any] | None:
+def _serve(connection: socket.socket, tests: Sequence[str]) -> dict[str, Any] | None:
     """Fork a process for each request.  Returns the request in that process, and None in the server at its end."""
     imported: dict[str, str] | None = None
     while True:
         head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_FDS)
         if not head:
             return None
-        imported = _import_all() if imported is None else imported
+        imported = _import_all(tests) if imported is None else imported
         request: dict[str, Any] = json.loads(connection.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
         read, write = os.pipe()
         between = os.fork()
@@ -289,7 +293,7 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _main(connection: socket.socket) -> NoReturn:
+def _main(connection: socket.socket, tests: Sequence[str]) -> NoReturn:
     """The server: resets what pytest has set up in its parent, and forks until that ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
@@ -303,7 +307,7 @@ def _main(connection: socket.socket) -> NoReturn:
         warnings.resetwarnings()
         for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", category)
-        if request := _serve(connection):
+        if request := _serve(connection, tests):
             _become(request)
             _end(_exit_code_of(request["command"]))
     except BaseException:
@@ -312,11 +316,15 @@ def _main(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _import_all() -> dict[str, str]:
-    """Import what commands need.  Returns the environment variables set by this."""
+def _import_all(tests: Sequence[str]) -> dict[str, str]:
+    """Import what commands and these tests need.  Returns the environment variables set by this."""
     before = dict(os.environ)
     for name in _PRELOADED:
         importlib.import_module(name)
-    _plan_the_tiny_run()
+    for name in tests:
+        with suppress(Exception, pytest.skip.Exception):  # which the test process then meets
+            importlib.import_module(name)
+    if not tests:  # a backward pass would keep processes of tests from using a GPU
+        _plan_the_tiny_run()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
