@@ -16,14 +16,12 @@ from vesuvius.monitor.probes.cores import (
     usable_cores,
 )
 
-PID = os.getpid()
-
 
 def tree(tmp_path: Path, cgroup: str, mount: str, files: dict[str, str]) -> Roots:
     """Roots with a line in /proc/PID/cgroup, one in mountinfo, and files below /sys/fs/cgroup."""
     roots = empty_roots(tmp_path)
-    (roots.proc / str(PID)).mkdir(parents=True, exist_ok=True)
-    (roots.proc / str(PID) / "cgroup").write_text(cgroup)
+    (roots.proc / str(os.getpid())).mkdir(parents=True, exist_ok=True)
+    (roots.proc / str(os.getpid()) / "cgroup").write_text(cgroup)
     (roots.proc / "self").mkdir(exist_ok=True)
     (roots.proc / "self" / "mountinfo").write_text(mount)
     for name, text in files.items():
@@ -49,15 +47,15 @@ def test_version_2_uses_the_smallest_quota_of_the_cgroup_and_its_ancestors(
     tmp_path: Path, own: str, above: str, cores: float | None
 ) -> None:
     tree(tmp_path, "0::/job/step\n", V2, {"job/cpu.max": above, "job/step/cpu.max": own})
-    assert usable_cores(PID) == (cores or bound())
-    assert len(cpu_quotas(PID)) == (cores is not None), "none, none with periods"
+    assert usable_cores(os.getpid()) == (cores or bound())
+    assert len(cpu_quotas(os.getpid())) == (cores is not None), "none, none with periods"
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("75000", 0.75), ("", None)])
 def test_version_1_reads_quota_and_period(tmp_path: Path, quota: str, cores: float | None) -> None:
     files = {"cpu/job/cpu.cfs_quota_us": quota, "cpu/job/cpu.cfs_period_us": "100000"}
     tree(tmp_path, "4:cpu,cpuacct:/job\n0::/\n", V1, files)
-    assert usable_cores(PID) == (cores or bound())
+    assert usable_cores(os.getpid()) == (cores or bound())
 
 
 def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> tuple[CpuQuota, ...]:
@@ -73,7 +71,7 @@ def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, 
         files[f"{place}/cpu.stat" if version == 2 else f"cpu/{place}/cpu.stat"] = stat
     cgroup, mount = ("0::/job/step\n", V2) if version == 2 else ("4:cpu,cpuacct:/job/step\n0::/\n", V1)
     tree(tmp_path, cgroup, mount, files)
-    return cpu_quotas(PID)
+    return cpu_quotas(os.getpid())
 
 
 @pytest.mark.parametrize("version", [1, 2])
