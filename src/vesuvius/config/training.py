@@ -216,6 +216,6 @@ class DiffusionConfig(Section):
         if (interval := self.residual_guidance_interval) and interval[0] >= interval[1]:
             yield f"residual_guidance_interval {list(interval)} is empty; give the lower noise level first"
         if self.noise == "spectral" and self.prediction != "v":
-            yield f"prediction {self.prediction} does not work with spectral noise; set it to v, or noise to cosine"
+            yield f"diffusion.prediction {self.prediction} does not work with spectral noise; use v, or cosine noise"
         if self.noise == "spectral" and self.min_snr_gamma is not None:
-            yield f"min_snr_gamma {self.min_snr_gamma:g} does not apply to spectral noise; set it to null"
+            yield f"diffusion.min_snr_gamma {self.min_snr_gamma:g} does not apply to spectral noise; set it to null"
