@@ -72,11 +72,11 @@ def measured(work: Work) -> tuple[float, int]:
 
 def io_bytes(job: PredictJob, inputs: Inputs, calls: int) -> int:
     """Return the memory of the threads that read and write, as many as call the network."""
-    tile, result = math.prod(job.source.patch_zyx), job.blended * math.prod(job.tiling.patch_zyx)
+    tile, result = math.prod(job.source.patch_zyx), job.channels * math.prod(job.tiling.patch_zyx)
     reading = 4 * job.batch_size * (2 * len(inputs.channels) * tile + result)
     block = math.prod(job.tiling.block_zyx)
     copies = 2 if job.output.blended is None else 1
-    writing = block * (4 * (copies * job.blended + 3) + 2 * job.output.channels * job.output.dtype.itemsize)
+    writing = block * (4 * (copies * job.channels + 3) + 2 * job.output.channels * job.output.dtype.itemsize)
     staging = max(2 * math.prod(array.grid.block_zyx) * array.volume.dtype.itemsize for array in inputs.arrays)
     return calls * (reading + max(writing, staging))
 
@@ -92,7 +92,7 @@ def disk_bytes(work: Work, job: PredictJob, per_group: int) -> int:
         * min(1.0, (depth / tiling.shape_zyx[0] + array.grid.block_zyx[0] / array.grid.shape_zyx[0]))
         for array in work.inputs.arrays
     )
-    return int(4 * job.blended * math.prod(tiling.patch_zyx) * tiles + staged)
+    return int(4 * job.channels * math.prod(tiling.patch_zyx) * tiles + staged)
 
 
 def fetched_bytes(inputs: Inputs, share: float) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.loader.arguments import device_of, dtype_of_labels, tensor_dtype
 from vesuvius.loader.device import check_cast, joined
@@ -88,7 +88,7 @@ class GridLoader:
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
         dtypes = [array.dtype for array in self._arrays]
         self._label_dtype = dtype_of_labels(label_dtype, dtypes[len(images) :])
-        self.box = _box_of(box, self._arrays[0].shape_zyx, self._alignments)
+        self.box = _box_of(box, self._alignments)
         self.tiling = sliding_tiling(shape_of(self.box), patch, overlap, multiple=multiple)
         ranges = input_ranges(images, patch, normalize)
         self._scales = [None if each is None else intensity_scales([each]) for each in ranges]
@@ -248,11 +248,9 @@ class _TileReader:
         return out
 
 
-def _box_of(box: Any, shape_zyx: Triple, alignments: Sequence[AnyAlignment]) -> Box:
+def _box_of(box: Any, alignments: Sequence[AnyAlignment]) -> Box:
     """Return the box to cover, in which all arrays have voxels.  Raises ConfigError."""
-    shared: Box = ((0, 0, 0), shape_zyx)
-    for alignment in alignments:
-        shared = intersection(shared, alignment.covered)
+    shared = reduce(intersection, (each.covered for each in alignments))
     if isinstance(box, str) and box == "whole":
         return shared
     if box is None:

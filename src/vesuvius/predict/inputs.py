@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,9 +68,7 @@ class Inputs:
                 raise ConfigError(
                     "A channel or mask has a transform, which only loaders apply; resample it on one grid"
                 )
-            covered = ((0, 0, 0), volumes[0].shape_zyx)
-            for alignment in placed[: len(channels)]:
-                covered = intersection(covered, alignment.covered)
+            covered = reduce(intersection, (each.covered for each in placed[: len(channels)]))
             self.box = covered if box is None else checked_box(box, covered)
             self._open = opened.pop_all()
         self.shape_zyx, self.volume = shape_of(self.box), volumes[0]

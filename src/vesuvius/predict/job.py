@@ -38,7 +38,6 @@ class PredictJob(Job):
 
     source: Tiling  # what the network sees, in voxels of the box; `tiling` is that of its output
     output: Output
-    blended: int  # channels of the tiles
     target: PartialCopy
     network: Any  # as `open_network` takes it
     import_folder: str
@@ -49,10 +48,6 @@ class PredictJob(Job):
     mask: ArrayConfig | None
     box: Box
     needed: Sequence[int]  # the tiles over active blocks
-
-    @property
-    def channels(self) -> int:
-        return self.blended
 
     @property
     def tiles(self) -> Sequence[int]:

@@ -226,7 +226,6 @@ class Work:
             self.batch_size,
             source,
             output,
-            len(output.blended) if output.blended is not None else self.probe.channels,
             PartialCopy(request.out, {}, plan, output.dtype, 0, KIND),
             request.network,
             os.getcwd(),
@@ -237,6 +236,7 @@ class Work:
             inputs.mask.volume.spec if inputs.mask else None,
             inputs.box,
             range(source.tiles),
+            channels=self.probe.channels if output.blended is None else len(output.blended),
         )
         cores = max(1, int(usable_cores(os.getpid())))
         in_process = cores if request.workers is None and device.type == "cpu" else 1

@@ -2,15 +2,10 @@
 
     state/00007/tiles/      results of the network in step 7, one file per tile, kept while a block needs it
 
-Two jobs stand on this base: the prediction of a volume (`predict/run.py`), one step whose input is staged from the
-volume and whose blocks are chunks of the output; and sampling (`generate/volume/steps.py`), whose steps each map one
-state on disk to the next.  Both need the same tiles, blend, rolling order and workers; sampling also needs states,
-which a prediction would only copy, so neither is a special case of the other.
-
-Tasks give the same result in any process and order, and files are the only record of progress.  Blocks are processed
-in groups, by index, and three groups roll at the same time: the input of the next one is staged, the network sees the
-tiles over this one, and the blocks of the last one are written.  Tiles that no later block needs are deleted, so two or
-three rows of tiles exist at a time.
+Two jobs stand on this base (docs/design.md, "Tiles of a whole volume"): prediction (`predict/run.py`) and sampling
+(`generate/volume/steps.py`).  Tasks give the same result in any process and order, and files are the only record of
+progress.  Blocks are processed in groups, by index, and three groups roll at the same time: the input of the next one
+is staged, the network sees the tiles over this one, and the blocks of the last one are written.
 """
 
 import itertools
@@ -25,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
@@ -55,11 +50,7 @@ class Job:
 
     tiling: Tiling  # of the results
     batch_size: int  # tiles per network call; a resume does not change the batches
-
-    @property
-    def channels(self) -> int:
-        """Channels of the results."""
-        return 1
+    channels: int = field(default=1, kw_only=True)  # of the results
 
     @property
     def tiles(self) -> Sequence[int]:
@@ -265,10 +256,13 @@ def run_locally(
 
 
 class RollingRun:
-    """One step of a job on its blocks, in order; `active` are those that need the network."""
+    """One step of a job on its blocks, in order, without those written; `active` are those that need the network."""
 
-    def __init__(self, job: Job, tiles: Tiles, step: int, active: Container[int]) -> None:
+    def __init__(
+        self, job: Job, tiles: Tiles, step: int, active: Container[int], written: Callable[[int], bool] | None = None
+    ) -> None:
         self._job, self._tiles, self._step, self._active = job, tiles, step, active
+        self._is_written = written or (lambda block: False)
 
     def run(self, blocks: Iterable[int], per_group: int, run_tasks: RunTasks) -> Iterator[Task]:
         """Run the missing tasks of these blocks, and yield each when it is done."""
@@ -282,15 +276,12 @@ class RollingRun:
             kinds = (
                 [Task("tiles", self._step, batch) for batch in sorted(batches)],
                 [Task("stage", self._step, index) for index in staged],
-                [Task("block", self._step, block, block in self._active) for block in before if self.is_missing(block)],
+                [Task("block", self._step, n, n in self._active) for n in before if not self._is_written(n)],
             )
             yield from run_tasks(_interleaved(*kinds))
             if before:
                 self._delete_tiles(before)
                 self.finish(before)
-
-    def is_missing(self, block: int) -> bool:
-        return True
 
     def to_stage(self, batches: set[int]) -> list[int]:
         """Return the blocks of the input that these batches need and that are not there."""
@@ -300,7 +291,7 @@ class RollingRun:
         """Record that these blocks and all before them are written; delete what no later one needs."""
 
     def _batches(self, blocks: list[int]) -> set[int]:
-        missing = (block for block in blocks if block in self._active and self.is_missing(block))
+        missing = (block for block in blocks if block in self._active and not self._is_written(block))
         return self._job.batches_over(missing, self._tiles.has)
 
     def _delete_tiles(self, blocks: list[int]) -> None:

@@ -124,9 +124,7 @@ class Tiling(BlockGrid):
         """Return the weight of a tile in the mean, over a box inside it: float32 [Z, Y, X]."""
         origin = self.tile_box(tile)[0]
         index = _grid_index(tile, self.tile_grid)
-        z, y, x = (
-            weights[i][cut] for weights, i, cut in zip(self.axis_weights, index, slices(box, origin), strict=True)
-        )
+        z, y, x = (each[i][cut] for each, i, cut in zip(self.axis_weights, index, slices(box, origin), strict=True))
         weight: NDArray[np.float32] = (z[:, None, None] * y[:, None] * x).astype(np.float32)
         return np.maximum(weight, np.float32(_LEAST_GAUSSIAN), out=weight) if self.window == "gaussian" else weight
 

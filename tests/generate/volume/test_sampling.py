@@ -32,10 +32,10 @@ from vesuvius.diffusion.sampler import NoiseLevel, sample
 from vesuvius.errors import NonFiniteError, VesuviusError
 from vesuvius.generate.volume.passes import START, STEP, SamplingJob, block_noise, make_passes
 from vesuvius.generate.volume.run import state_bytes
-from vesuvius.generate.volume.steps import State, Step, active_blocks
+from vesuvius.generate.volume.steps import State, active_blocks
 from vesuvius.predict import ray_workers
 from vesuvius.predict.progress import ProgressReporter
-from vesuvius.predict.tasks import BlockArray, delete_unflushed
+from vesuvius.predict.tasks import BlockArray, RollingRun, delete_unflushed
 from vesuvius.predict.tiling import even_tiling
 from vesuvius.training.stop import StopRequest
 from vesuvius.volumes.box import slices
@@ -273,7 +273,7 @@ def test_planning_and_starting_a_volume_takes_constant_memory(tmp_path: Path) ->
         on_disk = state_bytes(work, every, 1)
         state = State(tmp_path, work.tiling, 1)
         state.x.write(0, np.zeros((8, 16, 16), np.float32))
-        rolling = Step(work, state, State(tmp_path, work.tiling, 2), every)
+        rolling = RollingRun(work, state.tiles, 1, every, State(tmp_path, work.tiling, 2).x.has)
         found = list(itertools.islice(rolling.run(every, 16, lambda tasks: iter(tasks)), 64))
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -64,9 +64,8 @@ class State:
 def context_fields(job: SamplingJob, folder: Path) -> tuple[BlockArray, BlockArray]:
     """Return the staged voxels of a condition with context, and their noise, on `job.context_grid`."""
     assert job.condition is not None
-    return BlockArray(folder / "context", job.context_grid, job.condition), BlockArray(
-        folder / "noise", job.context_grid
-    )
+    grid = job.context_grid
+    return BlockArray(folder / "context", grid, job.condition), BlockArray(folder / "noise", grid)
 
 
 class SamplingRunner(TaskRunner):
@@ -151,15 +150,6 @@ def count_batches(job: SamplingJob, active: Blocks) -> int:
     return -(-job.tiling.tiles // job.batch_size) if isinstance(active, range) else len(job.batches_over(active))
 
 
-class Step(RollingRun):
-    def __init__(self, job: SamplingJob, here: State, after: State, active: Blocks) -> None:
-        super().__init__(job, here.tiles, here.step, active if here.step >= 0 else ())
-        self._after = after
-
-    def is_missing(self, block: int) -> bool:
-        return not self._after.x.has(block)
-
-
 class TiledRun:
     """All steps of a job in `folder`, in which all given arrays have the used blocks.
 
@@ -178,16 +168,17 @@ class TiledRun:
         """
         batches, blocks_per_group = count_batches(self._job, self._active), BLOCKS_PER_GROUP * workers
         for step in range(self._resume(), self._job.steps):
-            done = max(0, step) * batches
-            self._state(step + 1).x.path.mkdir(parents=True, exist_ok=True)  # there may be no blocks
-            rolling = Step(self._job, self._state(step), self._state(step + 1), self._active)
+            done, here, after = max(0, step) * batches, self._state(step), self._state(step + 1)
+            after.x.path.mkdir(parents=True, exist_ok=True)  # there may be no blocks
+            active = self._active if step >= 0 else ()
+            rolling = RollingRun(self._job, here.tiles, step, active, after.x.has)
             for task in rolling.run(self.used, blocks_per_group, run_tasks):
                 if task.kind == "tiles":
                     done += 1
                     self._progress.report("batches of tiles", done, self._job.steps * batches)
                 self._progress.check()
-            self._state(step + 1).flush_names()
-            self._state(step).delete()
+            after.flush_names()
+            here.delete()
         return self._state(self._job.steps).x
 
     def _state(self, step: int) -> State:
