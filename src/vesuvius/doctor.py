@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -339,12 +338,8 @@ def check_disk(directory: Path, checkpoint_bytes: int = 0, kept: int = 0) -> Fin
 
 def _try_disk(directory: Path) -> None:
     """Write, flush and lock a temporary file.  Raises OSError, and StorageError without locks."""
-    path = directory / f".doctor.{uuid.uuid4().hex}"
-    try:
-        with path.open("wb") as file:
-            take_lock(file.fileno(), path)
-            file.write(b"doctor")
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        path.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor.") as file:
+        take_lock(file.fileno(), Path(file.name))
+        file.write(b"doctor")
+        file.flush()
+        os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 A message leads with what failed, then the value, then the remedy.
 """
 
+import copyreg
 import errno
 import importlib.util
 import logging
@@ -47,14 +48,7 @@ class VesuviusError(Exception):
 
     def __reduce__(self) -> Any:
         """Pickle even if the constructor takes other parameters than the message."""
-        return _unpickled, (type(self), str(self), vars(self))
-
-
-def _unpickled(kind: type[VesuviusError], message: str, attributes: dict[str, Any]) -> VesuviusError:
-    error = kind.__new__(kind, message)
-    Exception.__init__(error, message)
-    vars(error).update(attributes)
-    return error
+        return copyreg.__newobj__, (type(self), str(self)), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(VesuviusError, ValueError):

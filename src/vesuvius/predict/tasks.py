@@ -18,11 +18,10 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -232,18 +231,11 @@ def run_locally(
             if threads == 1:
                 yield from map(runner.run, tasks)
                 return
-            left, done = 0, SimpleQueue[Future[Task]]()
-            for task in tasks:
-                pool.submit(runner.run, task).add_done_callback(done.put)
-                left += 1
-            while left:
-                try:
-                    finished = done.get(timeout=_POLL_S)
-                except Empty:
-                    check()
-                    continue
-                left -= 1
-                yield finished.result()
+            running = {pool.submit(runner.run, task) for task in tasks}
+            while running:
+                done, running = wait(running, _POLL_S, FIRST_COMPLETED)
+                check()
+                yield from (each.result() for each in done)
 
         try:
             yield run
