@@ -2,7 +2,8 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Self
 
 from vesuvius.errors import one_line
@@ -45,29 +46,31 @@ class VramUse:
         return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
 
 
-@dataclass(eq=False)
 class Gpus:
-    """Open NVML.  A context manager.  Raises no errors: a query that fails, in whatever way, is an unknown figure."""
+    """Open NVML.  A context manager.  Raises no errors: a query that fails, in whatever way, is an unknown figure.
 
-    nvml: Any = None  # the module `pynvml`, or a fake in tests; None imports it
-    within_s: float = 0.5  # timeout of `sample`, which takes milliseconds unless a GPU has failed
-    # why there are no GPUs; None if there are some
-    reason: str | None = field(default=f"NVML has not responded within {_OPEN_S:.0f} s", init=False)
+    Args:
+        nvml: the module `pynvml`, or a fake in tests; None imports it.
+        within_s: timeout of `sample`, which takes milliseconds unless a GPU has failed.
 
-    def __post_init__(self) -> None:
+    Attributes:
+        reason: why there are no GPUs; None if there are some.
+    """
+
+    def __init__(self, nvml: ModuleType | None = None, within_s: float = 0.5) -> None:
+        self._nvml: Any = nvml
         self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
         self._is_closed = False
-        self._sample_all = BoundedCall(
-            lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], self.within_s
-        )
+        self._sample_all = BoundedCall(lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu))], within_s)
+        self.reason: str | None = f"NVML has not responded within {_OPEN_S:.0f} s"
         BoundedCall(self._open, _OPEN_S)()  # what comes late is used by later samples
 
     def _open(self) -> None:
         try:
             # Imported here: machines without GPUs need not have it.
-            self.nvml = self.nvml or importlib.import_module("pynvml")
-            self.nvml.nvmlInit()
-            count = int(self.nvml.nvmlDeviceGetCount())
+            self._nvml = self._nvml or importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            count = int(self._nvml.nvmlDeviceGetCount())
             self.reason = f"none of {count} GPUs responds to NVML" if count else "NVML finds no GPU"
         except ImportError:
             count, self.reason = 0, "nvidia-ml-py is not installed"
@@ -95,7 +98,7 @@ class Gpus:
         return [] if self._is_closed or not self._gpus else self._sample_all() or []
 
     def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
-        sensor = getattr(self.nvml, "NVML_TEMPERATURE_GPU", 0)
+        sensor = getattr(self._nvml, "NVML_TEMPERATURE_GPU", 0)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle, read=lambda found: (int(found.used), int(found.total)))
         figures = (
             *(memory or (None, None)),
@@ -110,6 +113,6 @@ class Gpus:
     def _ask(self, function: str, *arguments: object, read: Callable[[Any], Any] = lambda found: found) -> Any:
         """Query NVML; None if that fails in any way: unsupported, broken text, no value."""
         try:
-            return read(getattr(self.nvml, function)(*arguments))
+            return read(getattr(self._nvml, function)(*arguments))
         except Exception:
             return None
