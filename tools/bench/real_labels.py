@@ -294,6 +294,8 @@ class Study:
             scan, walls = self.source(self.part("validation"))
             edge = best_edge(predict(network, scan), walls)
             for path, scan in zip(paths, map(vesuvius.open_volume, self.unlabeled), strict=True):
+                if path.exists():
+                    continue
                 classes = np.full(scan.shape_zyx, UNLABELED, np.uint8)
                 for at in range(0, min(GUESSED, len(classes)), PATCH):
                     first, last = max(0, at - CONTEXT), min(at + PATCH, GUESSED, len(classes))
