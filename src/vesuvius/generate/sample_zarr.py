@@ -20,7 +20,7 @@ from vesuvius.runlog.files import flush_to_disk
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.volume_tools.partial import attribute, new_array
 from vesuvius.volume_tools.pyramid import multiscale
-from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.geometry import FloatTriple, Geometry
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
 SAMPLE = "sample"
@@ -36,7 +36,8 @@ def sample_array(
     1.
     """
     unit = "micrometer" if voxel_size_um else None
-    metadata = multiscale(path.name.removesuffix(".zarr"), 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
+    geometry = Geometry(voxel_size_um or (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (unit, unit, unit))
+    metadata = multiscale(path.name.removesuffix(".zarr"), 1, geometry)
     metadata["axes"].insert(0, {"name": "sample", "type": "sample"})
     metadata["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
     zarr.create_group(path, zarr_format=2, attributes={"multiscales": [metadata]})

@@ -82,11 +82,8 @@ def _generate_all(request: SampleRequest, info: CheckpointInfo, progress: Progre
     where = (config.data, info.data, request.volume_index, request.seed)
     with TrainingCondition(*where) if config.has_condition else nullcontext() as conditions:
         if conditions:
-            size_um, unit, _ = conditions.space(volume.voxel_size_um)
-            dtype = conditions.volume.dtype
-            condition_array = sample_zarr.sample_array(
-                directory / sample_zarr.CONDITIONS, shape, dtype, size_um if unit else None
-            )
+            size_um, dtype = conditions.geometry(volume.voxel_size_um).voxel_size_um, conditions.volume.dtype
+            condition_array = sample_zarr.sample_array(directory / sample_zarr.CONDITIONS, shape, dtype, size_um)
         for numbers in batches:
             rows = slice(numbers.start, numbers.stop)
             stored = conditions.patches(numbers) if conditions else None

@@ -41,8 +41,8 @@ from vesuvius.volume_tools.partial import (
     open_partial,
     partial_path,
 )
-from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
-from vesuvius.volumes.box import Box
+from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
+from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import VOXELS
 from vesuvius.volumes.occupancy import chunk_occupancy
 from vesuvius.volumes.store.objects import is_remote
@@ -193,7 +193,7 @@ def predict(
                             progress.report("batches of tiles", done, total)
                         progress.check()
                 target.fill_coarser(lambda size: progress.check())
-                target.publish(work.multiscale)
+                target.publish(work.geometry)
         shape, dtype = job.tiling.shape_zyx, job.output.dtype
         return Prediction(request.out, shape, job.output.channels, dtype, tiles, fetched, time.monotonic() - started)
 
@@ -217,10 +217,8 @@ class Work:
         tiling = source.scaled(factor, CHUNK)
         levels, channels = levels_to_one(tiling.shape_zyx, CHUNK), output.channels if output.channels > 1 else 0
         plan = Pyramid(tiling.shape_zyx, tiling.block_zyx, levels, output.dtype.itemsize, channels=channels)
-        space = inputs.volume.geometry or VOXELS
-        places = zip(space.translation_zyx, space.scale_zyx, inputs.box[0], strict=True)
-        corner, scale = [t + size * lo for t, size, lo in places], [size / float(factor) for size in space.scale_zyx]
-        self.multiscale = multiscale(request.out.stem, levels, scale, space.units_zyx, corner, channels > 0)
+        space = (inputs.volume.geometry or VOXELS).starting_at(inputs.box[0])
+        self.geometry = replace(space, scale_zyx=triple(size / float(factor) for size in space.scale_zyx))
         self.job = PredictJob(
             tiling,
             self.batch_size,

@@ -18,7 +18,7 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.partial import PartialCopy, check_name, is_finished, open_partial
-from vesuvius.volume_tools.pyramid import Pyramid, check_levels, multiscale
+from vesuvius.volume_tools.pyramid import Pyramid, check_levels
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -96,7 +96,7 @@ def copy_box(
                 cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached), nan="keep")
             _fill(target, volume, stats, on_progress, started)
-            target.publish(multiscale_of(volume, plan, box, request.out))
+            target.publish((volume.geometry or VOXELS).starting_at(box[0]))
     finally:
         volume.close()
     return stats
@@ -188,15 +188,3 @@ def _cache_bytes(volume: Volume, box: Box) -> int:
     depth, *rows = map(len, chunk_ranges(box, volume.chunk_zyx))
     chunk_bytes = math.prod(volume.chunk_zyx) * volume.dtype.itemsize + 2**14
     return 2**22 + min(depth, 3) * math.prod(rows) * chunk_bytes * 5 // 4
-
-
-def multiscale_of(volume: Volume, plan: Pyramid, box: Box, out: Path) -> dict[str, Any]:
-    """Metadata of the copy.
-
-    The box's offset becomes a translation, in the source's units, or in voxels if the source has no scale.  As in the
-    published scrolls, all levels start at the same corner.
-    """
-    geometry = volume.geometry or VOXELS
-    offset = zip(geometry.translation_zyx, geometry.scale_zyx, box[0], strict=True)
-    corner = [t + size * lo for t, size, lo in offset]
-    return multiscale(out.stem, plan.levels, geometry.scale_zyx, geometry.units_zyx, corner)

@@ -23,7 +23,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.copy import CopyStats
 from vesuvius.volume_tools.partial import IMPORT, PartialCopy, check_name, disk_errors, is_finished, open_partial
-from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one, multiscale
+from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one
 from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.source import open_source
 from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, intersection, slices, triple
@@ -60,7 +60,7 @@ def import_volume(
     source = open_source(request.source, request.select, request.shape, request.dtype)
     if request.voxel_size_um:
         source = replace(source, geometry=source.geometry.resized(request.voxel_size_um, ("micrometer",) * 3))
-    shape, geometry = triple(source.shape), source.geometry
+    shape = triple(source.shape)
     levels = levels_to_one(shape, _CHUNK) if request.levels is None else request.levels
     check_levels(levels, shape)
     chunk = triple(min(size, _CHUNK) for size in shape)
@@ -84,8 +84,7 @@ def import_volume(
         if _record(request, source) != record:
             raise DataError(f"{request.source} changed while it was read; remove {target.path} and import it again")
         target.fill_coarser(count)
-        corner = geometry.translation_zyx if geometry.translated else None
-        target.publish(multiscale(request.out.stem, levels, geometry.scale_zyx, geometry.units_zyx, corner))
+        target.publish(source.geometry)
     return source, stats
 
 

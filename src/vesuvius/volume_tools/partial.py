@@ -33,19 +33,10 @@ from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk, take_lock, write_atomically
 from vesuvius.runlog.records import parse_record
 from vesuvius.threads import started_ahead
-from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode
+from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode, multiscale
 from vesuvius.volume_tools.shard_file import ShardFile, check_written
-from vesuvius.volumes.box import (
-    Box,
-    chunk_box,
-    chunk_ranges,
-    grid_shape,
-    intersection,
-    shape_of,
-    slices,
-    triple,
-    upsample2,
-)
+from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, intersection, shape_of, slices, triple
+from vesuvius.volumes.geometry import Geometry
 
 T = TypeVar("T")
 
@@ -142,8 +133,8 @@ class PartialCopy:
         voxels = np.empty((self.plan.channels, *shape) if self.plan.channels else shape, self.dtype)
         for channel, index in product(self._channels, product(*chunk_ranges(box, half))):
             part = intersection(chunk_box(index, half, box[1]), box)
-            fine: NDArray[Any] = np.asarray(finer[channel + slices(upsample2(part))])
-            voxels[channel + slices(part, box[0])] = self.downsample(fine)
+            twice = tuple(slice(2 * lo, 2 * hi) for lo, hi in zip(*part, strict=True))  # may end past the array
+            voxels[channel + slices(part, box[0])] = self.downsample(np.asarray(finer[channel + twice]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:
@@ -185,14 +176,15 @@ class PartialCopy:
         padded[tuple(map(slice, voxels.shape))] = voxels
         return bytes(_codec_for(voxels.dtype).encode(padded))
 
-    def publish(self, multiscale: dict[str, Any]) -> None:
+    def publish(self, geometry: Geometry) -> None:
         """Write the group's metadata and rename the complete volume."""
+        image = multiscale(self.out.stem, self.plan.levels, geometry, self.plan.channels > 0)
         with disk_errors(self.out):
             for torn in self._volume.rglob(".*.tmp"):  # left by a killed process
                 torn.unlink()
-            ome: dict[str, Any] = {"multiscales": [multiscale]}
+            ome: dict[str, Any] = {"multiscales": [image]}
             if self.plan.per_shard:
-                del multiscale["version"]
+                del image["version"]
                 ome = {"ome": {"version": "0.5"} | ome}
             group = zarr.open_group(self._volume, mode="a", zarr_format=3 if self.plan.per_shard else 2)
             group.attrs.put(ome | {attribute(self.kind): self.record})

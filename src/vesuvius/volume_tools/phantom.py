@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.volume_tools.partial import check_name, has_partial, is_finished, open_partial, partial_path
-from vesuvius.volume_tools.pyramid import Pyramid, multiscale
+from vesuvius.volume_tools.pyramid import Pyramid
 from vesuvius.volumes.box import Box, triple
+from vesuvius.volumes.geometry import Geometry
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
@@ -329,7 +330,7 @@ def write_phantom(
             target.fill(0, read, count)
         for target in reversed(targets):  # the intensities are renamed last, so their name implies that all is complete
             target.fill_coarser(count)
-            target.publish(multiscale(target.out.stem, LEVELS, [VOXEL_UM] * 3, ["micrometer"] * 3))
+            target.publish(Geometry((VOXEL_UM,) * 3, (0.0, 0.0, 0.0), ("micrometer",) * 3))
     return {
         "path": paths[0],
         "labels_path": paths[-1],

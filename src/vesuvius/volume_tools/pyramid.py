@@ -1,7 +1,6 @@
 """The levels of a new volume: shapes, downsampling and OME-Zarr metadata.  Pure."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +13,7 @@ from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
+from vesuvius.volumes.geometry import Geometry
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,19 @@ def levels_to_one(shape_zyx: Triple, chunk: int) -> int:
     return max(1, (-(-max(shape_zyx) // chunk) - 1).bit_length() + 1)
 
 
-def multiscale(
-    name: str,
-    levels: int,
-    scale_zyx: Sequence[float],
-    units_zyx: Sequence[str | None],
-    translation_zyx: Sequence[float] | None = None,
-    channels: bool = False,
-) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of levels 0, 1, ..., by the scale of the finest; with `channels` the first axis is c."""
+def multiscale(name: str, levels: int, geometry: Geometry, channels: bool = False) -> dict[str, Any]:
+    """OME-Zarr 0.4 metadata of levels 0, 1, ..., all from the corner of the finest, as in the published scrolls.
+
+    With `channels` the first axis is c.
+    """
     axes: list[dict[str, str]] = [{"name": "c", "type": "channel"}] * channels
     axes += [
         {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
-        for axis, unit in zip("zyx", units_zyx, strict=True)
+        for axis, unit in zip("zyx", geometry.units_zyx, strict=True)
     ]
-    corner = None if translation_zyx is None else [*[0.0] * channels, *translation_zyx]
-    shift = [] if corner is None else [{"type": "translation", "translation": corner}]
-    scales = ([*[1.0] * channels, *(size * 2**level for size in scale_zyx)] for level in range(levels))
+    corner = [*[0.0] * channels, *geometry.translation_zyx]
+    shift = [{"type": "translation", "translation": corner}] * geometry.translated
+    scales = ([*[1.0] * channels, *(size * 2**level for size in geometry.scale_zyx)] for level in range(levels))
     datasets = [
         {"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}, *shift]}
         for level, scale in enumerate(scales)

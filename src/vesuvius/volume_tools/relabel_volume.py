@@ -15,7 +15,6 @@ import psutil
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_size, format_sizes
-from vesuvius.volume_tools.copy import multiscale_of
 from vesuvius.volume_tools.measures import boundaries
 from vesuvius.volume_tools.partial import check_name, finished_record, is_finished, open_partial
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
@@ -23,6 +22,7 @@ from vesuvius.volume_tools.relabel import Changes, change_labels
 from vesuvius.volumes.alignment import ONES, ZEROS, align, describe_geometry
 from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
+from vesuvius.volumes.geometry import VOXELS
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def relabel_volume(
                     target.fill(0, lambda part, of=voxels: of[slices(part)])  # type: ignore[misc]
                     target.fill_coarser()
                     counted = replace(target, record=record | {"counts": changed.report})
-                    counted.publish(multiscale_of(volumes["labels"], plan, box, path))
+                    counted.publish((volumes["labels"].geometry or VOXELS).starting_at(box[0]))
     return changed.report
 
 

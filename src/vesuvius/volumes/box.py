@@ -43,11 +43,6 @@ def relative(box: Box, origin: Triple) -> Box:
     return shifted(box, triple(-each for each in origin))
 
 
-def upsample2(box: Box) -> Box:
-    """Scale a box of the next pyramid level to this one; it may end one voxel past the array."""
-    return scale(box[0], (2, 2, 2)), scale(box[1], (2, 2, 2))
-
-
 def is_inside(box: Box, shape_zyx: Triple) -> bool:
     """Whether a box is not empty and lies inside an array of this shape."""
     return all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))

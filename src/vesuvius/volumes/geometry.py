@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -88,6 +88,11 @@ class Geometry:
         """The same grid with another voxel size: the translation stays the same number of voxels."""
         voxels = zip(self.translation_zyx, self.scale_zyx, scale_zyx, strict=True)
         return Geometry(scale_zyx, triple(t / old * new for t, old, new in voxels), units_zyx, self.translated)
+
+    def starting_at(self, start_zyx: Triple) -> Geometry:
+        """The same grid from a later voxel on."""
+        places = zip(self.translation_zyx, self.scale_zyx, start_zyx, strict=True)
+        return replace(self, translation_zyx=triple(t + size * lo for t, size, lo in places), translated=True)
 
     def of(self, other: Geometry, axis: int) -> tuple[float, float]:
         """The other's voxel size along an axis, and its start, in voxels of this one; an unknown unit is the same."""

@@ -26,7 +26,7 @@ from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align,
 from vesuvius.volumes.box import Box, box_at, format_box, intersection, is_inside, shape_of, shifted, slices, triple
 from vesuvius.volumes.context import ContextAlignment
 from vesuvius.volumes.format.metadata import metadata_hash
-from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.geometry import FloatTriple, Geometry
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
 
@@ -111,8 +111,8 @@ class Inputs:
             record[name] = [volume.name, metadata_hash(volume.array), stored_stamp(volume, box)]
         return record
 
-    def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
-        """Return edge lengths of voxels (`voxel_size_um` if the inputs have none), their unit, and the corner."""
+    def geometry(self, voxel_size_um: FloatTriple | None) -> Geometry:
+        """The geometry of the volume; its voxels have `voxel_size_um` if the inputs give none."""
         name, volume = next(iter(self.volumes.items()), ("", None))
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
@@ -123,7 +123,8 @@ class Inputs:
         if geometry is not None and stored is not None:
             place = zip(corner, geometry.translation_zyx, geometry.scale_zyx, stored, strict=True)
             corner = triple(shift * um / size + start for start, shift, size, um in place)
-        return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
+        unit = "micrometer" if own or voxel_size_um else None
+        return Geometry(scale, corner, (unit, unit, unit), any(corner))
 
     def read(self, name: str, box: Box) -> NDArray[Any]:
         """Return stored voxels of an input; the condition and its instances are upsampled.  Raises DataError."""

@@ -43,7 +43,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.feed import StoredCondition
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, open_partial, partial_path
-from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one, multiscale
+from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.alignment import ONES
 from vesuvius.volumes.box import Box, box_at, relative, shifted, triple
 from vesuvius.volumes.context import ContextAlignment
@@ -184,11 +184,11 @@ class _Volume:
         levels = min(_LEVELS, levels_to_one(shape, _CHUNK))
         self.plan = Pyramid(shape, triple(min(size, _CHUNK) for size in shape), levels, self.dtype.itemsize)
         trained_um = facts.volumes[request.volume_index].voxel_size_um
-        scale, unit, corner = inputs.space(trained_um)
+        self._geometry = inputs.geometry(trained_um)
+        scale = self._geometry.scale_zyx
         if not np.allclose(scale, trained_um or scale, rtol=0.01):
             sizes = [format_sizes(f"{um:g}" for um in each) for each in (scale, trained_um or ())]
             log.warning("The given volumes make voxels of %s um, but the model was trained on %s um", *sizes)
-        self._multiscale = multiscale(request.out.stem, levels, scale, [unit] * 3, corner)
         self.job = SamplingJob(
             even_tiling(shape, config.data.patch_size, request.overlap),
             request.batch_size,
@@ -314,7 +314,7 @@ class _Volume:
         target.fill(0, read, on_chunk)
         target.fill_coarser(on_chunk)
         config = redacted(self._info.config.model_dump(mode="json"))
-        replace(target, record=target.record | {"config": config}).publish(self._multiscale | {"name": target.out.stem})
+        replace(target, record=target.record | {"config": config}).publish(self._geometry)
 
     def check_space(self, active: Blocks) -> str:
         """Describe the disk space needed.  Raises StorageError if the disk is too small."""
