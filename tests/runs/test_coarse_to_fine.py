@@ -27,6 +27,7 @@ from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, with_coarse
 from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
 from vesuvius.volumes.box import box_at
+from vesuvius.volumes.geometry import Geometry
 
 SCAN = (32, 80, 47)
 COARSE, FINE = (9, 20, 18), (17, 40, 35)  # what is drawn: odd sizes, and more than one tile
@@ -141,7 +142,7 @@ def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
     write_array(Path("placed.zarr/0"), np.ones(COARSE, np.uint8), chunk=16)
     given = InputConfig(condition=ArrayConfig(path="placed.zarr"))
     with Inputs(given, DataConfig(volumes=(VolumeConfig(path="scan"),)), FINE, (2, 2, 2)) as inputs:
-        assert inputs.space(None) == ((8.0, 8.0, 8.0), "micrometer", (32.0, 0.0, 64.0))
+        assert inputs.geometry(None) == Geometry((8.0, 8.0, 8.0), (32.0, 0.0, 64.0), ("micrometer",) * 3)
 
 
 def test_with_context_a_volume_depends_on_the_voxels_around_its_box() -> None:
