@@ -33,14 +33,7 @@ from vesuvius.runlog.records import parse_record
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import (
-    PartialCopy,
-    check_name,
-    finished_record,
-    is_finished,
-    open_partial,
-    partial_path,
-)
+from vesuvius.volume_tools.partial import PartialCopy, check_name, finished_record, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import VOXELS
@@ -174,9 +167,9 @@ def predict(
         if not request.resume:
             _restart(request.out)
         if not is_finished(request.out, work.record, KIND):
-            about = job.target.plan, job.output.dtype, 0, KIND, job.output.is_labels
+            target = replace(job.target, record=work.record)
             with (
-                open_partial(request.out, work.record, *about) as target,
+                target.locked(),
                 storage_errors(str(target.path), "free some space and run the same command again to resume"),
             ):
                 job.folder.mkdir(exist_ok=True)
@@ -224,7 +217,7 @@ class Work:
             self.batch_size,
             source,
             output,
-            PartialCopy(request.out, {}, plan, output.dtype, 0, KIND),
+            PartialCopy(request.out, {}, plan, output.dtype, 0, KIND, output.is_labels),
             request.network,
             os.getcwd(),
             str(device),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volume_tools.partial import PartialCopy, check_name, is_finished, open_partial
+from vesuvius.volume_tools.partial import PartialCopy, check_name, is_finished
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels
 from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, shifted
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
@@ -90,7 +90,7 @@ def copy_box(
             return stats
         cache_bytes = _cache_bytes(volume, box)
         about = request.out, record, plan, volume.dtype, volume.fill_value
-        with open_partial(*about, labels=request.labels) as target:
+        with PartialCopy(*about, labels=request.labels).locked() as target:
             if cache_bytes:
                 volume.close()
                 cached = {"cache_dir": str(target.path / "cache"), "cache_gib": cache_bytes / 2**30}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
 from vesuvius.volume_tools.copy import CopyStats
-from vesuvius.volume_tools.partial import IMPORT, PartialCopy, check_name, disk_errors, is_finished, open_partial
+from vesuvius.volume_tools.partial import IMPORT, PartialCopy, check_name, disk_errors, is_finished
 from vesuvius.volume_tools.pyramid import Pyramid, check_levels, levels_to_one
 from vesuvius.volume_tools.sources.files import Stored
 from vesuvius.volume_tools.sources.source import open_source
@@ -76,7 +76,7 @@ def import_volume(
         stats.seconds = time.monotonic() - started
         on_progress(stats, "")
 
-    with open_partial(request.out, record, plan, source.dtype, 0, IMPORT, request.labels) as target:
+    with PartialCopy(request.out, record, plan, source.dtype, 0, IMPORT, request.labels).locked() as target:
         stats.before = stats.chunks - sum(len(target.missing(level)) for level in range(levels))
         with _by_layers(source, target, stats, on_progress) as read:
             target.fill(0, read, count)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -48,20 +48,43 @@ _WRITERS = min(4, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class PartialCopy:
-    """The chunks of an unfinished volume, from `open_partial`.  All methods that write raise StorageError."""
+    """The chunks of an unfinished volume, written while it is `locked`.  Methods that write raise StorageError."""
 
     out: Path
-    record: dict[str, Any]
+    record: dict[str, Any]  # the arguments as plain JSON
     plan: Pyramid
     dtype: np.dtype[Any]
     fill_value: Any  # of all levels
-    kind: str
-    downsample: Callable[[NDArray[Any]], NDArray[Any]] = downsample_mean  # downsamples a level to the next
+    kind: str = COPY  # "copy", "import", "drawing", "phantom", ...
+    labels: bool = False  # coarser levels have the most frequent voxel instead of the mean
 
     @property
     def path(self) -> Path:
         """OUT.zarr.partial."""
         return partial_path(self.out)
+
+    @contextmanager
+    def locked(self) -> Iterator[Self]:
+        """Start or resume the volume, and lock its folder until the context ends.
+
+        Raises ConfigError: another process is writing it, or it was started with other arguments.
+        """
+        recorded = self.path / f"{self.kind}.json"
+        with ExitStack() as held:
+            with disk_errors(self.out):
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context((self.path / "lock").open("w"))
+                if not take_lock(lock.fileno(), self.path / "lock"):
+                    raise ConfigError(
+                        f"Cannot write {self.path}: another process is writing it; wait for that process or stop it"
+                    )
+                if recorded.exists():
+                    check_record(self.path, parse_record(recorded.read_text()), self.record)
+                elif any(name != "lock" and name[0] != "." for name in os.listdir(self.path)):
+                    check_record(self.path, None, self.record)
+                else:
+                    write_atomically(recorded, json.dumps(self.record, indent=2).encode())
+            yield self
 
     def missing(self, level: int) -> list[Triple]:
         """The chunks of a level without a file, shard by shard, including those of air, or air in some channel."""
@@ -131,10 +154,11 @@ class PartialCopy:
         """A chunk of the next level, one finer chunk at a time, because all eight and their sums take much memory."""
         shape, half = shape_of(box), triple(-(-size // 2) for size in self.plan.chunk_zyx)
         voxels = np.empty((self.plan.channels, *shape) if self.plan.channels else shape, self.dtype)
+        downsample = downsample_mode if self.labels else downsample_mean
         for channel, index in product(self._channels, product(*chunk_ranges(box, half))):
             part = intersection(chunk_box(index, half, box[1]), box)
             twice = tuple(slice(2 * lo, 2 * hi) for lo, hi in zip(*part, strict=True))  # may end past the array
-            voxels[channel + slices(part, box[0])] = self.downsample(np.asarray(finer[channel + twice]))
+            voxels[channel + slices(part, box[0])] = downsample(np.asarray(finer[channel + twice]))
         return voxels
 
     def write(self, level: int, chunk: Triple, voxels: NDArray[Any], air: bool = False) -> int:
@@ -225,42 +249,6 @@ class PartialCopy:
 
     def _file(self, level: int, index: tuple[int, ...]) -> Path:
         return self._volume.joinpath(str(level), *("c" * bool(self.plan.per_shard)), *map(str, index))
-
-
-@contextmanager
-def open_partial(
-    out: Path,
-    record: dict[str, Any],
-    plan: Pyramid,
-    dtype: np.dtype[Any],
-    fill_value: float,
-    kind: str = COPY,
-    labels: bool = False,
-) -> Iterator[PartialCopy]:
-    """Start or resume the volume `out`; its folder is locked until the context ends.
-
-    `record` has the arguments as plain JSON; `kind` is "copy", "import", "drawing" or "phantom"; `labels` are not
-    averaged, but downsampled by the most frequent one.  Raises ConfigError:
-    another process is writing it, or it was started with other arguments; StorageError.
-    """
-    path = partial_path(out)
-    recorded = path / f"{kind}.json"
-    with ExitStack() as held:
-        with disk_errors(out):
-            path.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((path / "lock").open("w"))
-            if not take_lock(lock.fileno(), path / "lock"):
-                raise ConfigError(
-                    f"Cannot write {path}: another process is writing it; wait for that process or stop it"
-                )
-            if recorded.exists():
-                check_record(path, parse_record(recorded.read_text()), record)
-            elif any(name != "lock" and name[0] != "." for name in os.listdir(path)):
-                check_record(path, None, record)
-            else:
-                write_atomically(recorded, json.dumps(record, indent=2).encode())
-        halved = downsample_mode if labels else downsample_mean
-        yield PartialCopy(out, record, plan, dtype.newbyteorder("<"), fill_value, kind, halved)
 
 
 def new_array(

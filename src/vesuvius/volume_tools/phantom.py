@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.volume_tools.partial import check_name, has_partial, is_finished, open_partial, partial_path
+from vesuvius.volume_tools.partial import PartialCopy, check_name, has_partial, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import Geometry
@@ -309,7 +309,7 @@ def write_phantom(
     with ExitStack() as held:
         unfinished = [each for each in paths if not is_finished(each, record, PHANTOM)]
         about = [(each, record, plan, np.dtype("u2" if each == ids_path else "u1"), 0, PHANTOM) for each in unfinished]
-        targets = [held.enter_context(open_partial(*each, labels=each[0] == ids_path)) for each in about]
+        targets = [held.enter_context(PartialCopy(*each, labels=each[0] == ids_path).locked()) for each in about]
 
         def count(size: int) -> None:
             nonlocal stored, done

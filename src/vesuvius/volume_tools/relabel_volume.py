@@ -16,7 +16,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volume_tools.measures import boundaries
-from vesuvius.volume_tools.partial import check_name, finished_record, is_finished, open_partial
+from vesuvius.volume_tools.partial import PartialCopy, check_name, finished_record, is_finished
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volume_tools.relabel import Changes, change_labels
 from vesuvius.volumes.alignment import ONES, ZEROS, align, describe_geometry
@@ -79,7 +79,7 @@ def relabel_volume(
         for path, voxels in list(zip(outs, new, strict=False))[::-1]:  # the name of the classes implies both
             if path in unfinished and voxels is not None:
                 plan = Pyramid(shape, chunk, levels, voxels.itemsize)
-                with open_partial(path, record, plan, voxels.dtype, 0, RELABEL, labels=True) as target:
+                with PartialCopy(path, record, plan, voxels.dtype, 0, RELABEL, labels=True).locked() as target:
                     target.fill(0, lambda part, of=voxels: of[slices(part)])  # type: ignore[misc]
                     target.fill_coarser()
                     counted = replace(target, record=record | {"counts": changed.report})

@@ -42,7 +42,7 @@ from vesuvius.runlog.units import format_count, format_duration, format_size, fo
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.feed import StoredCondition
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, open_partial, partial_path
+from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.alignment import ONES
 from vesuvius.volumes.box import Box, box_at, relative, shifted, triple
@@ -91,7 +91,7 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 volume.check_space(active)
             volume.write_labels()
             with (
-                open_partial(out, volume.record, plan, dtype, 0, RECORD_KIND) as target,
+                PartialCopy(out, volume.record, plan, dtype, 0, RECORD_KIND).locked() as target,
                 storage_errors(str(target.path), "free some space and run the same command again to resume"),
             ):
                 folder.mkdir(exist_ok=True)
@@ -285,7 +285,7 @@ class _Volume:
                 continue
             classes, dtype = bool(self._info.config.data.class_values), self.inputs.volumes[name].dtype
             labels = classes or name == "instances"
-            with open_partial(out, record, self.plan, dtype, 0, RECORD_KIND, labels) as target:
+            with PartialCopy(out, record, self.plan, dtype, 0, RECORD_KIND, labels).locked() as target:
                 self._finish(target, partial(self.inputs.read, name), lambda _: self.progress.check())
 
     def write(self, target: PartialCopy, x: BlockArray, used: Blocks) -> None:
