@@ -285,12 +285,9 @@ def write_phantom(
 ) -> dict[str, Any]:
     """Write a phantom and its sheet labels (OUT.labels.zarr) as OME-Zarr 0.4 groups, or resume.
 
-    With `instances`, OUT.instances.zarr has the winding of each voxel of papyrus, as `Phantom.box`.
-
-    Written chunk by chunk: memory is the texture tables and about 40 chunks for any shape of at least
-    `MIN_SIZE_VOXELS`.  Each level is made from the stored one before: intensities by the rounded mean of 2x2x2 voxels,
-    labels by their majority (a tie is papyrus).  Calls `on_progress` after each chunk of any level with the unit, the
-    number done and the total.
+    With `instances`, OUT.instances.zarr has the winding of each voxel of papyrus.  Memory is the texture tables and
+    about 40 chunks for any shape of at least `MIN_SIZE_VOXELS`.  Calls `on_progress` after each chunk of any level with
+    the unit, the number done and the total.
 
     Returns the paths of scan and labels, their shape and levels, the bytes that this process stored, and the seconds it
     took.  Raises ConfigError: the name or the chunk is wrong, or something else is at `path`; StorageError.

@@ -44,12 +44,8 @@ def relabel_volume(
 ) -> dict[str, Any]:
     """Write changed labels, or resume; finished ones are left unchanged.  Returns the counts, as `change_labels`.
 
-    Args:
-        labels: classes, 0 = nothing; or ids with `boundary`.
-        out: a name that ends in .zarr.
-        instances: ids in the voxels of `labels`, 0 = none.
-        boundary: the classes written are 1 at boundaries of ids and at id 0, 0 elsewhere.
-        box: the part that is read; None = all.
+    `labels` are classes, 0 = nothing; `instances` are ids in the same voxels, 0 = none.  With `boundary` labels are ids,
+    and the classes written are 1 at the boundaries and at id 0, 0 elsewhere.  `box` is the part that is read.
 
     Raises ConfigError: the arguments are wrong, memory does not suffice, or `out` is something else; DataError,
     StorageError: a volume cannot be read or written.  Finished chunks are kept.
