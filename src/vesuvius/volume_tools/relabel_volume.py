@@ -44,7 +44,7 @@ def relabel_volume(
 ) -> dict[str, Any]:
     """Write changed labels, or resume; finished ones are left unchanged.  Returns the counts, as `change_labels`.
 
-    `labels` are classes, 0 = nothing; `instances` are ids in the same voxels, 0 = none.  With `boundary` labels are ids,
+    `labels` are classes, 0 = nothing; `instances` ids in the same voxels, 0 = none.  With `boundary` labels are ids,
     and the classes written are 1 at the boundaries and at id 0, 0 elsewhere.  `box` is the part that is read.
 
     Raises ConfigError: the arguments are wrong, memory does not suffice, or `out` is something else; DataError,
