@@ -19,7 +19,7 @@ from vesuvius.volume_tools.copy import CopyRequest, copy_box
 from vesuvius.volume_tools.info import intensity_stats
 from vesuvius.volume_tools.verify import verify_volume
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.volume import open_volume
 from vesuvius.volumes.voxels import Nan
 
 SHAPE = (64, 64, 96)
@@ -41,10 +41,6 @@ def write_ct(path: Path, dtype: str = "float32", **options: Any) -> np.ndarray:
     return voxels
 
 
-def opened(path: Path, nan: Nan = "air") -> Volume:
-    return open_volume(path, nan=nan)
-
-
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ["float16", "float32", ">f4"])
 @pytest.mark.parametrize("nan", ["air", -1000.0])
@@ -56,7 +52,7 @@ def test_every_read_returns_finite_voxels(tmp_path: Path, dtype: str, nan: Nan, 
     instead = air if nan == "air" else -1000.0
     expected = np.where(outside(), instead, voxels)
     expected[:32, :32, :32] = instead if fill is not None and not np.isfinite(fill) else air
-    volume = opened(tmp_path / "v.zarr", nan)
+    volume = open_volume(tmp_path / "v.zarr", nan=nan)
     for box in (WHOLE, ((3, 5, 7), (50, 60, 90))):
         part = tuple(slice(*pair) for pair in zip(*box, strict=True))
         np.testing.assert_array_equal(volume.read(box), expected[part].astype(volume.dtype))
@@ -71,7 +67,7 @@ def test_nan_as_error_damages_the_whole_chunk(tmp_path: Path) -> None:
     """Regions that do not touch the NaN are refused too, so that the order of samples does not depend on readers."""
     voxels = textured(SHAPE, dtype="float32")
     voxels[40, 41, 42] = np.nan
-    volume = opened(write_array(tmp_path / "v.zarr", voxels), "error")
+    volume = open_volume(write_array(tmp_path / "v.zarr", voxels), nan="error")
     with pytest.raises(
         UnreadableChunkError, match=r"1 of 32768 voxels are NaN or infinite, and data\.nan=error"
     ) as caught:
@@ -83,7 +79,7 @@ def test_nan_as_error_damages_the_whole_chunk(tmp_path: Path) -> None:
 def test_a_replacement_outside_the_dtype_is_refused(tmp_path: Path) -> None:
     write_ct(tmp_path / "v.zarr", "float16")
     with pytest.raises(DataError, match=r"data.nan=1e\+06 does not fit the float16 voxels"):
-        opened(tmp_path / "v.zarr", 1e6)
+        open_volume(tmp_path / "v.zarr", nan=1e6)
 
 
 def test_copies_keep_nan_and_verify_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +112,7 @@ def test_intensity_statistics_exclude_nan(tmp_path: Path, nan: Any) -> None:
     config = DataConfig(volumes=(VolumeConfig(path=str(tmp_path / "v.zarr")),), patch_size=(8, 16, 16), nan=nan)
     (intensity,) = prepare_data(0, config).intensity_ranges(config).volumes
     assert numbers.min() <= intensity.low < intensity.high <= numbers.max()
-    found = intensity_stats(opened(tmp_path / "v.zarr", nan), None, 8)
+    found = intensity_stats(open_volume(tmp_path / "v.zarr", nan=nan), None, 8)
     assert found.minimum is not None
     assert found.minimum >= numbers.min()
 
