@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     zarr.create_group(
         place / "scan.zarr",
         zarr_format=2,
-        attributes={"multiscales": [multiscale("scan", 2, [8.0] * 3, ["micrometer"] * 3)]},
+        attributes={"multiscales": [multiscale("scan", 2, Geometry((8.0,) * 3, (0.0,) * 3, ("micrometer",) * 3))]},
     )
     write_array(place / "scan.zarr/0", voxels, chunk=16)
     write_array(place / "scan.zarr/1", downsample_mean(voxels), chunk=16)
@@ -137,7 +137,7 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
 
 def test_a_generated_volume_is_aligned_with_its_coarser_condition() -> None:
     """Scaling twice or not at all would move any position except the origin."""
-    placed = multiscale("placed", 1, [16.0] * 3, ["micrometer"] * 3, (32.0, 0.0, 64.0))
+    placed = multiscale("placed", 1, Geometry((16.0,) * 3, (32.0, 0.0, 64.0), ("micrometer",) * 3, True))
     zarr.create_group("placed.zarr", zarr_format=2, attributes={"multiscales": [placed]})
     write_array(Path("placed.zarr/0"), np.ones(COARSE, np.uint8), chunk=16)
     given = InputConfig(condition=ArrayConfig(path="placed.zarr"))
