@@ -19,6 +19,7 @@ import torch
 
 import vesuvius
 from tests.predict.test_predict import VOXELS, level, network, write
+from tests.support import fork_server
 from tests.support.forked import in_child
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.predict import run
@@ -162,6 +163,29 @@ def test_a_stop_does_not_wait_for_a_slow_network_whose_result_is_then_dropped(
     time.sleep(0.2)
     assert (files(tmp_path / "o.zarr.partial") if stuck_at > 1 else {}) == before
     assert calls[0] <= stuck_at + run.usable_cores(os.getpid()), "none begins after the stop"
+
+
+ON_A_THREAD = """
+import threading, time
+from types import SimpleNamespace
+from vesuvius.predict.tasks import Task, run_locally
+
+def predict():
+    runner = SimpleNamespace(run=lambda task: time.sleep(0.1), close=lambda: None)
+    with run_locally(lambda: runner, threads=2) as run_tasks:
+        for _ in run_tasks(Task("block", 0, n) for n in range(1000)):
+            begun.set()
+
+begun = threading.Event()
+threading.Thread(target=predict).start()
+begun.wait()
+"""
+
+
+def test_a_prediction_on_a_thread_ends_with_the_program() -> None:
+    """At its exit the calls that have not begun are cancelled."""
+    done = fork_server.run([sys.executable, "-c", ON_A_THREAD], timeout=60, capture_output=True, text=True)
+    assert "CancelledError" in done.stderr
 
 
 def test_a_rehearsal_of_a_restart_deletes_nothing(tmp_path: Path) -> None:
