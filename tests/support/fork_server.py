@@ -321,9 +321,11 @@ def _import_all(tests: Sequence[str]) -> dict[str, str]:
     before = dict(os.environ)
     for name in _PRELOADED:
         importlib.import_module(name)
-    for name in tests:
-        with suppress(Exception, pytest.skip.Exception):  # which the test process then meets
-            importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # tests count the GPUs, with CUDA for this process alone
+        for name in tests:
+            with suppress(Exception, pytest.skip.Exception):  # which the test process then meets
+                importlib.import_module(name)
     if not tests:  # a backward pass would keep processes of tests from using a GPU
         _plan_the_tiny_run()
     gc.freeze()
