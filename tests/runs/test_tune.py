@@ -49,7 +49,7 @@ def report() -> dict[str, Any]:
 class SimulatedTrainers(SimulatedRunner):
     """Replaces `TrialRunner`: a micro-batch costs as much as ten samples."""
 
-    def __init__(self, config: Config, directory: Path, **_: object) -> None:
+    def __init__(self, config: Config, *_: object) -> None:
         machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
         super().__init__(replace(machine, ram=(0.3, 0.1, 0.01, 0.02)), seed=0)
 
@@ -85,9 +85,9 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     """One rank is measured alone; the written config is for all of them, also if ranks may be lost."""
 
     class OneRank(SimulatedTrainers):
-        def __init__(self, config: Config, directory: Path, **_: object) -> None:
+        def __init__(self, config: Config, *others: object) -> None:
             assert trainer_config(config, 0).training.ranks == 1
-            super().__init__(config, directory)
+            super().__init__(config, *others)
 
     monkeypatch.setattr(session, "TrialRunner", OneRank)
     training = LONG | {"train_batch_size": 1, "accumulate_steps": 4, "ranks": 4}
