@@ -326,6 +326,8 @@ def _import_all(tests: Sequence[str]) -> dict[str, str]:
         for name in tests:
             with suppress(Exception, pytest.skip.Exception):  # which the test process then meets
                 importlib.import_module(name)
+    if colorama := sys.modules.get("colorama"):  # of a test's Ray cluster: at exit it writes to the terminal
+        atexit.unregister(colorama.initialise.reset_all)
     if not tests:  # a backward pass would keep processes of tests from using a GPU
         _plan_the_tiny_run()
     gc.freeze()
