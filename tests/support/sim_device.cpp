@@ -28,6 +28,7 @@
 #include <sstream>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 namespace at::autocast {
 TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, DeviceType device_type);
@@ -88,19 +89,20 @@ class Queue {
   Queue() {
     std::thread([this] { run(); }).detach();
   }
-  void push(std::function<void()> work) {
+  void push(std::function<void()> work, bool is_mark = false) {
     std::lock_guard lock(mutex_);
-    works_.push_back(std::move(work));
+    works_.emplace_back(std::move(work), is_mark);
+    unfinished_ += !is_mark;
     arrived_.notify_one();
   }
   MarkPtr mark() {
     auto made = std::make_shared<Mark>();
-    push([made] { made->reach(); });
+    push([made] { made->reach(); }, true);
     return made;
   }
-  bool idle() {
+  bool idle() { // whoever waited for a mark may ask before that has left the queue
     std::lock_guard lock(mutex_);
-    return works_.empty();
+    return unfinished_ == 0;
   }
 
  private:
@@ -108,25 +110,27 @@ class Queue {
     c10::setThreadName("sim-stream");
     at::AutoDispatchBelowADInplaceOrView below;
     for (;;) {
-      std::function<void()>* work;
+      std::pair<std::function<void()>, bool>* work;
       {
         std::unique_lock lock(mutex_);
         arrived_.wait(lock, [this] { return !works_.empty(); });
         work = &works_.front(); // stays in the queue while it runs; a deque moves no element
       }
       try {
-        (*work)();
+        work->first();
       } catch (const std::exception& error) {
         std::lock_guard lock(failure_mutex);
         failure = error.what();
       }
       std::lock_guard lock(mutex_);
+      unfinished_ -= !work->second;
       works_.pop_front();
     }
   }
   std::mutex mutex_;
   std::condition_variable arrived_;
-  std::deque<std::function<void()>> works_;
+  std::deque<std::pair<std::function<void()>, bool>> works_; // and whether it is a mark
+  int unfinished_ = 0; // without marks
 };
 
 constexpr int kMostStreams = 32; // further ones share these, as on CUDA
