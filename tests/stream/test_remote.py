@@ -211,8 +211,8 @@ def test_a_second_stream_reads_from_the_disk_cache(server: ChunkServer, tmp_path
     patches, figures = batches_of(url, store=store)
     assert patches == expected
     assert not [key for key in server.reads_of(path) if key[0] not in ".z"], "metadata only"
-    assert (figures.requests, figures.bytes_fetched, figures.cache_misses) == (len(chunks), 0, 0), "each is looked at"
-    assert figures.cache_hits > 0
+    assert (figures.bytes_fetched, figures.cache_misses) == (0, 0)
+    assert figures.cache_hits >= len(chunks), "each is looked at, once by each region that it lies in"
 
 
 # The layout, what is read while all is well, and what is read when the fault comes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_slots_do_not_depend_on_their_reader_or_on_known_damage(job: ReaderJob) 
     assert all(words in causes for words in ("NaN", "checksum do not match", "outside an object of", "index"))
     for first in range(0, len(tasks), 17):  # resumed, with all or some of the damage known
         known = frozenset(parse_damaged_box(one, 1) for one in rng.sample(records, rng.randrange(len(records) + 1)))
-        resumed = Reader(ReaderJob(**{**vars(job), "quarantined": known}), ring=3)
+        resumed = Reader(replace(job, quarantined=known), ring=3)
         for task in tasks[first : first + 6]:
             assert read(resumed, job, task)[0] == {slot: expected[slot] for slot in task}
         resumed.close()
@@ -129,7 +130,7 @@ def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJo
         expected, _ = collect(stream, 96)
     for first, threads in ((6, 1), (34, 3), (70, 16)):
         for rank in range(world):
-            part = ReaderJob(**{**vars(job), "rank": rank, "world_size": world})
+            part = replace(job, rank=rank, world_size=world)
             with PatchStream(part, StreamOptions(1, threads), first=first) as stream:
                 patches, indices = collect(stream, 6)
             np.testing.assert_array_equal(patches, expected[indices])
