@@ -224,7 +224,7 @@ def test_processes_without_a_number_are_refused_and_a_running_stream_keeps_its_r
 @pytest.mark.parametrize(("first", "stop"), [(-1, None), (1, None), (8, 6)])
 def test_an_invalid_sample_range_is_refused(volume: Path, first: int, stop: int | None) -> None:
     job = make_job(volume)
-    two_ranks = type(job)(**{**vars(job), "world_size": 2})
+    two_ranks = replace(job, world_size=2)
     with pytest.raises(ConfigError, match=f"first={first}, stop={stop} is not a valid"):
         open_stream(two_ranks, first=first, stop=stop)
 
