@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tools.export_model import export
 
 from tests.support.odd_server import Asked, odd_server, served, sized
+from tests.support.runs import WriteConfig, vesuvius_train
 from vesuvius.commands import sample
 from vesuvius.config import StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
@@ -74,6 +76,20 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
         check_weights(model, "model")
     export(two_steps / "tiny", tmp_path / "again.safetensors", "CC-BY-4.0")
     assert (tmp_path / "again.safetensors").read_bytes() == model.read_bytes()
+
+
+def test_a_run_can_start_from_a_model_at_an_address(tiny_config: WriteConfig, model: Path, cache_home: Path) -> None:
+    killed, running = cache_home / "vesuvius/models/.killed", cache_home / "vesuvius/models/.running"
+    for folder in (killed, running):
+        folder.mkdir(parents=True)
+    os.utime(killed, (0, 0))
+    with odd_server(lambda asked: served(model.read_bytes(), asked, 'ETag: "1"')) as server:
+        config = tiny_config(training={"init_from": f"{server.url}/m.safetensors"})
+        assert vesuvius_train(config, "--dry-run") == 0
+        assert (
+            vesuvius_train(config, "--dry-run", f"training.init_from={server.url}/m.safetensors#sha256={64 * '0'}") == 2
+        )
+    assert (killed.exists(), running.exists()) == (False, True)
 
 
 def test_a_run_can_start_from_a_model_file(model: Path) -> None:

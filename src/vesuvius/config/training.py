@@ -123,7 +123,7 @@ class TrainingConfig(Section):
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
     """validated and saved as well"""
     init_from: PathText | None = None
-    """run, checkpoint or .safetensors file whose averaged weights initialize a new run"""
+    """run, checkpoint, .safetensors file or address of a model file, whose averaged weights initialize a new run"""
     save_every: PositiveInt = 500
     """optimizer steps between checkpoints; the last is always saved"""
     keep_last: PositiveInt = 3

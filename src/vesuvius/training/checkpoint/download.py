@@ -8,6 +8,8 @@ import hashlib
 import logging
 import os
 import re
+import shutil
+import time
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 2**34
 _HEADER_BYTES = 10**8  # the most that safetensors reads
 _PART_BYTES = 2**24
+_LEFT_S = 24 * 3600
 _STORE = StoreConfig(outage_minutes=3)
 
 
@@ -49,6 +52,9 @@ def local_checkpoint(given: str) -> Path:
             log.info("Using the copy of %s in %s; delete it to fetch it again", shown, path)
             return path
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".*"):  # of downloads that were killed
+            if left.lstat().st_mtime < time.time() - _LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
         with TemporaryDirectory(prefix=".", dir=folder) as own:
             with (part := Path(own) / path.name).open("wb") as file:
                 found = _fetch(address, shown, file)

@@ -25,6 +25,7 @@ from vesuvius.stream.options import (
     store_bytes,
 )
 from vesuvius.stream.start.prepare import PreparedData, amplified_reads, prepare_data
+from vesuvius.training.checkpoint.download import local_checkpoint
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.start import (
     check_initial_weights,
@@ -139,8 +140,8 @@ def preflight(
     initial = None
     if config.training.init_from is not None and not resumed:
         given = config.training.init_from
-        found = Path(given if os.path.exists(given) else getattr(given, "written", given))
-        weights, source = read_initial_weights(found)
+        found = given if os.path.exists(given) else getattr(given, "written", given)
+        weights, source = read_initial_weights(local_checkpoint(found))
         check_initial_weights(network, weights)
         initial = weights, source, compare_initial(source, config, facts)
     _check_disk(directory.path, sum(checkpoint_sizes(config)))
