@@ -73,7 +73,7 @@ def test_a_failing_start_of_ray_leaves_no_run_directory(
     tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Uses a temporary folder whose path is too long for a socket, in a separate process without Ray."""
-    config = tiny_config(training={"workers": 1, "max_steps": 1})
+    config = tiny_config(training={"workers": 1, "train_batch_size": 66, "max_steps": 1})
     environment = os.environ | {"RAY_TMPDIR": str(tmp_path / ("long" * 30))}
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
