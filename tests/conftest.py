@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -203,21 +202,6 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "multiprocessing", forked.STAND_IN)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def the_machine_is_measured_once() -> Iterator[None]:
-    """Saves half a second of CPU per run, dry run and sampling."""
-    measured = {
-        "training.forecast.start_log": ("convolution_flops_s",),
-        "runlog.run_dir": ("installed_version", "_commit"),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for module_name, functions in measured.items():
-            if module := sys.modules.get(f"vesuvius.{module_name}"):  # no test needs torch for this alone
-                for name in functions:
-                    patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
 

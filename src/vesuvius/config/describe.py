@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -99,6 +100,8 @@ def describe_type(schema: JsonSchema) -> str:
 
 def to_yaml(value: object) -> str:
     """Return a value as YAML on one line.  Pure."""
+    if value is None or type(value) in (bool, int):  # most defaults, in a hundredth of the time
+        return json.dumps(value)
     # Inside a list, flow style quotes text that could end the value early; the brackets are removed.
     return _dumped([value], default_flow_style=True).strip()[1:-1]
 

@@ -175,7 +175,7 @@ def traced_step(config: Config, amp: setup.AmpMode | None) -> TracedStep:
         **{key: getattr(training, key) for key in _STEP_KEYS},
     )
     volume = VolumeConfig(
-        path="any", condition=ConditionConfig(path="any", context=data.context) if config.has_condition else None
+        path="/any", condition=ConditionConfig(path="/any", context=data.context) if config.has_condition else None
     )
     data = DataConfig(volumes=(volume,), **{key: getattr(data, key) for key in _DATA_KEYS})
     return TracedStep(Config(name="any", data=data, training=training, diffusion=config.diffusion, model=config.model))
