@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_wheel import TINY
-from vesuvius.commands import demo, train
+from vesuvius.commands import demo, train, volume
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.runlog.files import write_atomically
@@ -19,7 +19,9 @@ from vesuvius.runlog.run_dir import RunDir
 
 QUICK = (
     *TINY,
+    "data.patch_size=[8, 16, 16]",
     "data.validation.fraction=0",
+    "training.train_batch_size=1",
     "training.max_steps=2",
     "training.workers=0",
     "monitor.tensorboard=false",
@@ -35,8 +37,9 @@ def _everything(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def after_a_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a demo has run."""
-    folder = tmp_path_factory.mktemp("demo")
+    folder, synth = tmp_path_factory.mktemp("demo"), volume.main
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(volume, "main", lambda argv: synth([*argv[:3], "32,64,64", *argv[4:]]))  # a small scroll
         patch.chdir(folder)
         assert demo.main([*QUICK]) == EXIT_OK
     return folder

@@ -80,7 +80,7 @@ FOUR |= {"validate_every": 2, "validate_patches": 3}
 @pytest.mark.parametrize(
     ("worlds", "optimizer"),
     [
-        ([(2, 3), (3, 6)], "adamw"),
+        ([(2, 2), (3, 4)], "adamw"),
         pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], "adamw", marks=pytest.mark.long),
         pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], "muon", marks=pytest.mark.long),
     ],

@@ -101,7 +101,7 @@ def slowed(function, is_slow):
 ENDLESS_WORK = {
     "micro-batches": """
 from vesuvius.training.step import step
-step.TrainStep.accumulate = slowed(step.TrainStep.accumulate, lambda self, x_0, indices, *_: indices[0] >= 16)
+step.TrainStep.accumulate = slowed(step.TrainStep.accumulate, lambda self, x_0, indices, *_: indices[0] >= 12)
 """,
     "validation": """
 from vesuvius.training.step import step
@@ -124,7 +124,7 @@ CASES = [
 def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, name: str, saved: int | None
 ) -> None:
-    keys = {"accumulate_steps": 8, "train_batch_size": 1, "max_steps": 4, "save_every": 100, "optimizer": "muon"}
+    keys = {"accumulate_steps": 6, "train_batch_size": 1, "max_steps": 3 + (work == "validation"), "save_every": 100, "optimizer": "muon"}
     keys |= {"validate_every": 3, "validate_patches": 2} if work == "validation" else {}
     config = tiny_config(training=keys)
     program = ENDLESS.format(patch=SLOW + ENDLESS_WORK[work])
@@ -137,7 +137,7 @@ def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
             session.process.send_signal(signal.SIGXCPU)
         assert session.end() == (130 if name == "INT" else 75), session.text()
         assert "Traceback" not in session.text()
-        assert session.text().count("it takes long") < 6, "most of it was dropped"
+        assert session.text().count("it takes long") < 5, "most of it was dropped"
     run = tmp_path / "runs/tiny"
     if saved is None:
         assert not run.exists()

@@ -38,7 +38,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the config `tiny.yaml` and its run of 10 steps, read-only for tests."""
     folder = tmp_path_factory.mktemp("whole_run")
     config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
-    config["training"] |= KEPT | {"validate_every": 3, "validate_patches": 2, "preview_every": 4}
+    config["training"] |= KEPT | {"validate_every": 4, "validate_patches": 2, "preview_every": 7}
     config["monitor"] |= {"verdict_every": 5, "sample_every_s": 0.5, "tensorboard": True}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     with chdir(folder):
@@ -56,7 +56,7 @@ def test_a_run_leaves_the_documented_files() -> None:
     config, run = Path("tiny.yaml"), Path("runs/tiny")
     files = "env.json", "logs/train_full.log", "metrics.jsonl", "system.jsonl", "checkpoints/step_00000008/config.yaml"
     states = "checkpoints/step_00000010/model.safetensors", "checkpoints/step_00000010/state.pt"
-    for name in (*files, *states, "samples/step_00000004.png", "samples/step_00000010.png"):
+    for name in (*files, *states, "samples/step_00000007.png", "samples/step_00000010.png"):
         assert (run / name).exists(), name
     assert (run / "config.source.yaml").read_text() == config.read_text()
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["clip_norm"] == 1.0
@@ -72,7 +72,7 @@ def test_a_run_leaves_the_documented_files() -> None:
         parts = sum(float(figures[name]) for name in ("data_s", "h2d_s", "gpu_s", "other_s"))
         assert parts == pytest.approx(float(figures["step_s"]), abs=0.0026)  # five roundings of half a millisecond
     assert "Verdict step 10/10" in log
-    assert len(re.findall(r"INFO Validation step \d+/10 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 4
+    assert len(re.findall(r"INFO Validation step \d+/10 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 3
     alarming = r"killed|oom|out of memory|(?<!relative_)error|warn|\x1b"
     assert not re.search(alarming, log, re.IGNORECASE), "a healthy run says no alarming words"
     assert list((run / "tb").glob("events.*"))
@@ -107,13 +107,13 @@ def test_the_times_of_every_step_add_up_and_records_are_unrounded() -> None:
 @pytest.mark.usefixtures("in_whole_run")
 def test_a_run_validates_previews_and_keeps_the_configured_checkpoints() -> None:
     validations = records_of("validation")
-    assert [v["step"] for v in validations] == [3, 6, 9, 10]
+    assert [v["step"] for v in validations] == [4, 8, 10]
     for validation in validations:
         assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
         for figures in validation["weights"].values():
             assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
             assert len(figures["bins"]) == 8
-    assert [p["step"] for p in records_of("preview")] == [4, 8, 10]
+    assert [p["step"] for p in records_of("preview")] == [7, 10]
     best = min(validations, key=lambda v: v["relative_error"])["step"]
     kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
     assert kept == {8, 10, best}

@@ -250,9 +250,12 @@ def _small(path: Path, width: int) -> bytes | None:
     return file.getvalue()
 
 
+_LINES = str.maketrans("", "", "\n\t")
+
+
 def _printable(value: Any) -> Any:
     """Replace characters that XML does not allow by question marks."""
-    if type(value) is not str:
+    if type(value) is not str or value.translate(_LINES).isprintable():
         return value
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in value)
 

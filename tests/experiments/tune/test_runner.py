@@ -186,6 +186,13 @@ def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials
 import sys
 from contextlib import closing
 from pathlib import Path
+from tests.support import fork_server
+from vesuvius.experiments import trainer
+fork_server.start_server()
+def forked(command, **options):  # without the signal that ends such a process with its parent
+    code = "import ctypes; ctypes.CDLL(None).prctl(1, 0); from vesuvius.commands import train; train.main(sys.argv[1:])"
+    return fork_server.Popen([sys.executable, "-c", "import sys; " + code, *command[3:]], **options)
+trainer.subprocess.Popen = forked
 from vesuvius.config.load import read_config
 from vesuvius.experiments.tune.measurement import Setting
 from vesuvius.experiments.tune.session import TrialRunner
