@@ -124,8 +124,14 @@ CASES = [
 def test_a_signal_drops_work_that_takes_long_and_the_resume_is_exact(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, name: str, saved: int | None
 ) -> None:
-    keys = {"accumulate_steps": 6, "train_batch_size": 1, "max_steps": 3 + (work == "validation"), "save_every": 100, "optimizer": "muon"}
-    keys |= {"validate_every": 3, "validate_patches": 2} if work == "validation" else {}
+    keys = {
+        "accumulate_steps": 6,
+        "train_batch_size": 1,
+        "max_steps": 3,
+        "save_every": 100,
+        "optimizer": "muon",
+    }
+    keys |= {"validate_every": 3, "validate_patches": 2, "max_steps": 4} if work == "validation" else {}
     config = tiny_config(training=keys)
     program = ENDLESS.format(patch=SLOW + ENDLESS_WORK[work])
     overrides = ["training.amp=bf16"] * (work == "kernels")

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -100,10 +99,15 @@ def describe_type(schema: JsonSchema) -> str:
 
 def to_yaml(value: object) -> str:
     """Return a value as YAML on one line.  Pure."""
-    if value is None or type(value) in (bool, int):  # most defaults, in a hundredth of the time
-        return json.dumps(value)
+    return (_scalar if value is None or type(value) in (bool, int, float, str) else _flow)(value)
+
+
+def _flow(value: object) -> str:
     # Inside a list, flow style quotes text that could end the value early; the brackets are removed.
     return _dumped([value], default_flow_style=True).strip()[1:-1]
+
+
+_scalar = functools.lru_cache(maxsize=1024, typed=True)(_flow)  # a config has hundreds of values
 
 
 def to_yaml_block(tree: Mapping[str, Any]) -> str:

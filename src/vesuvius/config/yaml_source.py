@@ -4,6 +4,7 @@ Scalars follow the YAML 1.2 core schema: `1e-4` is a number, `off` is text, `010
 """
 
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -73,7 +74,7 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
 
     line = 0
     try:
-        root = yaml.compose(text, Loader=_CoreLoader)
+        root = _composed(text)
         return (None if root is None else plain(root, path)), lines
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
@@ -85,6 +86,12 @@ def read_yaml(text: str, source: str, path: KeyPath = (), has_lines: bool = True
     except RecursionError:
         what = "nested too deeply, or an alias refers to its own parent"
     raise refused(line, f"not valid YAML: {what}")
+
+
+@lru_cache(maxsize=8)  # a start reads its config several times
+def _composed(text: str) -> yaml.Node | None:
+    node: yaml.Node | None = yaml.compose(text, Loader=_CoreLoader)
+    return node
 
 
 def find_comment(text: str) -> str:

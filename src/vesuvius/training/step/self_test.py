@@ -8,6 +8,7 @@ avx512_bf16).
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def check_kernels(
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
     """List the distinct convolutions of a network for `batch` patches, in forward order, without allocating memory."""
-    network, seen = build_meta_network(config), dict[Convolution, None]()
+    network, seen = deepcopy(build_meta_network(config)), dict[Convolution, None]()
 
     def record(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
         assert isinstance(conv, nn.Conv3d)

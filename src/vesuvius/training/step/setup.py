@@ -3,6 +3,7 @@
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -46,9 +47,14 @@ def build_network(config: Config, device: torch.device) -> UNet:
 
 
 def build_meta_network(config: Config) -> UNet:
-    """The network without memory for its weights (on the meta device)."""
+    """The network without memory for its weights (on the meta device), shared by all callers: do not change it."""
+    return _meta_network(config.model, config.input_channels, execution(config.training), context_of(config))
+
+
+@lru_cache(maxsize=4)  # a start and a dry run ask for it several times
+def _meta_network(*arguments: Any) -> UNet:
     with torch.device("meta"):
-        return UNet(config.model, config.input_channels, execution(config.training), context_of(config))
+        return UNet(*arguments)
 
 
 def context_of(config: Config) -> Context | None:
