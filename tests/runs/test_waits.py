@@ -17,6 +17,7 @@ from tests.support.chunk_server import ChunkServer
 from tests.support.kill_harness import Session
 from tests.support.runs import WriteConfig, records_of, vesuvius_train
 from vesuvius.runlog.records import read_records
+from vesuvius.stream.reading.reading_log import read_logs
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 
 # The run could not end by itself within these seconds: failed requests are repeated for longer.
@@ -77,10 +78,10 @@ def test_a_stop_is_obeyed_while_readers_are_suspended(tiny_config: WriteConfig, 
     """SIGSTOP, as from a debugger or a frozen cgroup: the readers are alive but unresponsive."""
     config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 2})
     with Session(config, tmp_path) as session:
-        session.wait_for("Train step 3/")
+        session.wait_for("Train step 40/")  # beyond the regions that the trainer reads itself
         children = psutil.Process(session.process.pid).children(recursive=True)
-        readers = [child for child in children if "_RayReader" in "".join(child.cmdline())]
-        assert len(readers) == 2
+        readers = {psutil.Process(note.pid) for note in read_logs(tmp_path / "runs/tiny/reading")} & {*children}
+        assert readers
         for reader in readers:
             reader.suspend()
         steps = -1
