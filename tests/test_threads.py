@@ -106,6 +106,7 @@ def test_a_closed_pool_cancels_what_has_not_begun_and_a_dropped_one_finishes() -
     begun.wait(60)
     pool.close()
     late = pool.submit(int)
+    assert wait([waiting, late], 0).done == {waiting, late}, "who waits for them goes on"
     proceed.set()
     assert (running.result(60), waiting.cancelled(), late.cancelled()) == (True, True, True)
     dropped = Pool(1, "mine")

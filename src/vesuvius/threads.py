@@ -104,8 +104,7 @@ class Pool:
                     raise
                 self.threads.append(thread)
         if self._closed:  # meanwhile
-            future.cancel()
-            self._calls.put(None)
+            self.close()
         return future
 
     def close(self) -> None:
@@ -113,8 +112,8 @@ class Pool:
         self._closed = True
         with suppress(Empty):
             while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[0].cancel()
+                if (call := self._calls.get_nowait()) is not None and call[0].cancel():
+                    call[0].set_running_or_notify_cancel()  # or `wait` would not count it as done
         self.__del__()
 
     def __del__(self) -> None:
