@@ -114,17 +114,18 @@ def lay_cells(
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
     longest = [region_voxels_max * patch // math.prod(patch_zyx) for patch in patch_zyx]
     axes = list(map(_lengths, train[0], counts, patch_zyx, chunk_zyx, longest))
-    best, least = [axis[0] for axis in axes], (math.inf, 0)
-    for choice in itertools.product(*axes):
-        region = math.prod(axis.region for axis in choice)
-        largest = math.prod(axis.cells.length for axis in choice)
-        if region <= region_voxels_max and largest * cells_wanted <= math.prod(counts):
-            decoded = math.prod(axis.decoded for axis in choice)
-            cost = decoded / min(patches_of(largest, patch_zyx), patches_max), -largest
+    starts, voxels = math.prod(counts), math.prod(patch_zyx)
+    best, least = tuple(axis[0] for axis in axes), (math.inf, 0)
+    for z, y in itertools.product(*axes[:2]):
+        region, largest, decoded = z.region * y.region, z.cells.length * y.cells.length, z.decoded * y.decoded
+        for x in axes[2]:
+            if region * x.region > region_voxels_max or (size := largest * x.cells.length) * cells_wanted > starts:
+                break  # as would all longer ones
+            cost = decoded * x.decoded / min(DENSITY * size / voxels, patches_max), -size
             if cost < least:
-                best, least = list(choice), cost
-    z, y, x = (axis.cells for axis in best)
-    return Cells((z, y, x))
+                best, least = (z, y, x), cost
+    z, y, x = best
+    return Cells((z.cells, y.cells, x.cells))
 
 
 def patches_of(starts: int, patch_zyx: Triple) -> float:
