@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -114,6 +115,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def textured(shape: tuple[int, ...], seed: int = 0, dtype: str = "uint8") -> np.ndarray[Any, Any]:
     """Voxels 1..200, never the fill value 0, varied enough to reveal a misplaced patch."""
+    return _textured(shape, seed, dtype).copy()
+
+
+@functools.lru_cache(maxsize=32)
+def _textured(shape: tuple[int, ...], seed: int, dtype: str) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(1, 200, shape).astype(dtype)
 
 

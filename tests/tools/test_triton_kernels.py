@@ -27,6 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return step_cost, triton_kernels
 
 
+@pytest.mark.long  # of a tool that a developer runs
 def test_each_configuration_of_a_norm_becomes_machine_code_and_one_that_does_not_fit_is_an_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,8 +49,11 @@ def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
     """Set one voxel of a sample, outside the other first 32 samples, to this value."""
     starts = [data.plan.sample(index).start_zyx for index in range(32) if index != sample]
     first, size = data.plan.sample(sample).start_zyx, data.plan.patch_zyx
-    inside = (np.add(first, offset) for offset in np.ndindex(*size))
-    voxel = next(v for v in inside if not any(((v >= s) & (v < np.add(s, size))).all() for s in starts))
+    alone = np.ones(size, bool)
+    for start in starts:
+        ends = zip(np.subtract(start, first), size, strict=True)
+        alone[tuple(slice(max(lo, 0), max(lo + length, 0)) for lo, length in ends)] = False
+    voxel = first + np.argwhere(alone)[0]
     array: Any = zarr.open_array(str(path), mode="r+")
     array[tuple(voxel)] = value
 

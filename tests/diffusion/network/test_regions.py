@@ -20,6 +20,7 @@ from vesuvius.diffusion.network.regions import CompiledRegions, call_eager
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 
 SMALL = ModelConfig(channels=(8, 8), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=4, attention_heads=0)
+ONE_LEVEL = SMALL.model_copy(update={"channels": (8,)})
 PARTITIONED = "aot_eager_decomp_partition"  # what inductor is handed: no kernel is written, and its partitioner decides
 
 
@@ -31,9 +32,9 @@ def forgotten() -> Iterator[None]:
 
 
 @torch.no_grad()
-def awake(execution: Execution) -> UNet:
+def awake(execution: Execution, config: ModelConfig = SMALL) -> UNet:
     """A network whose zero-initialized maps and biases have been given values, as a few updates would."""
-    model, generator = build_unet(SMALL, 0, execution=execution), torch.Generator().manual_seed(5)
+    model, generator = build_unet(config, 0, execution=execution), torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(std=0.1, generator=generator)
@@ -103,7 +104,8 @@ def test_equal_blocks_compile_once_with_equal_gradients_and_no_more_memory(
         calls.append(([type(module) for module in modules], [(t.shape, t.stride()) for t in tensors]))
         return call_eager(*arguments)
 
-    models = [awake(replace(execution, call=noted)), awake(replace(execution, call=CompiledRegions(counter)))]
+    config = ONE_LEVEL if backend == "eager" else SMALL  # each block takes half a second
+    models = [awake(replace(execution, call=call), config) for call in (noted, CompiledRegions(counter))]
     if last:
         for model in models:
             model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]

@@ -105,23 +105,30 @@ def test_samples_of_the_same_kind_are_at_the_floor_in_every_metric() -> None:
     }  # fmt: skip
 
 
-def test_the_floor_is_that_of_as_many_training_patches_as_were_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Frechet distance of fewer patches is larger, so the floor of more patches would be too low."""
+@pytest.fixture(scope="module")
+def twenty_copies() -> tuple[Comparison, list[int]]:
+    """20 turned training patches as generated ones, and of how many patches each Frechet distance was."""
     sizes = []
 
     def counted(pooled: NDArray[np.float64], sides: NDArray[np.bool_], others: NDArray[np.float64]) -> object:
         sizes.append(int(sides[0].sum()))
         return frechet_distances(pooled, sides, others)
 
-    monkeypatch.setattr(module, "frechet_distances", counted)
-    judged(patches(THIRD, 20, 5))
-    assert sizes == [20, 20]
+    turned = [np.rot90(each[::-1], number % 4, (1, 2)) for number, each in enumerate(patches(TRAINED, 20, 6))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "frechet_distances", counted)
+        return judged(np.stack(turned)), sizes
 
 
-def test_only_copies_of_training_patches_are_called_memorized() -> None:
-    turned = patches(TRAINED, COUNT, 6)
-    turned = np.stack([np.rot90(patch[::-1], number % 4, (1, 2)) for number, patch in enumerate(turned)])
-    found = judged(turned)
+def test_the_floor_is_that_of_as_many_training_patches_as_were_generated(
+    twenty_copies: tuple[Comparison, list[int]],
+) -> None:
+    """The Frechet distance of fewer patches is larger, so the floor of more patches would be too low."""
+    assert twenty_copies[1] == [20, 20]
+
+
+def test_only_copies_of_training_patches_are_called_memorized(twenty_copies: tuple[Comparison, list[int]]) -> None:
+    found, _ = twenty_copies
     copied = metrics(found)["copies"]
     assert copied.differs
     assert copied.values["generated"] > 0.7
@@ -169,7 +176,7 @@ def test_some_metric_of_a_family_differs_at_the_nominal_rate_for_grouped_patches
     Were patches swapped one by one, or each metric judged alone, far more than 5 % of the families would differ.
     """
     told, singly = 0, 0
-    for seed in range(200):
+    for seed in range(100):
         groups = [np.arange(30).repeat(3), np.arange(20).repeat(3)]
         rngs = [np.random.default_rng((seed, k)) for k in range(2)]
         pooled = np.concatenate([rng.standard_normal(g.max() + 1)[g] for rng, g in zip(rngs, groups, strict=True)])
@@ -178,7 +185,7 @@ def test_some_metric_of_a_family_differs_at_the_nominal_rate_for_grouped_patches
         far = abs(sides @ moments / sides.sum(1)[:, None] - ~sides @ moments / (~sides).sum(1)[:, None])
         told += min(family_p(far[0], far[1:])) < 0.05
         singly += min(family_p([row[0]], [[value] for value in row[1:]])[0] for row in far.T) < 0.05
-    assert within_chance(told, 200, 0.05)
+    assert within_chance(told, 100, 0.05)
     assert singly > 1.5 * told
     clear = family_p([5.0, 0.0, math.nan], [[1.0, value, 1.0] for value in np.linspace(-1, 1, 499)])
     assert clear[0] < 0.05 < clear[1]

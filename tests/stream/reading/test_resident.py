@@ -130,12 +130,7 @@ def large_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_WINDOWS_OF_SMALL", 0)
 
 
-@pytest.mark.parametrize(
-    "make", [torn, *(pytest.param(each, marks=pytest.mark.long) for each in (nan_and_coarse_condition, context))]
-)
-@pytest.mark.usefixtures("ray_cluster", "large_volumes")
-def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
-    job = make(tmp_path)
+def check_that_readers_fill_the_copy_and_end(job: ReaderJob) -> None:
     count = batches_of_passes(job, 6)
     with PatchStream(job, StreamOptions(4, 0)) as reading:
         expected, places = take(reading, count), reading.quarantined
@@ -146,6 +141,24 @@ def test_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_pa
         assert stream.options.num_processes == stream.num_readers_with_work == stream.max_blocks_ahead == 0
         assert [event.kind for event in stream.events if event.kind != "quarantine"] == ["resident"]
         assert sorted(map(str, stream.quarantined)) == sorted(map(str, places))
+
+
+@pytest.fixture
+def readers_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of Ray's, each of which takes two seconds of CPU to start."""
+    monkeypatch.setattr(RayOfStream, "start", lambda self, job, options, tasks: LocalRegions(job, tasks))
+
+
+@pytest.mark.usefixtures("large_volumes", "readers_in_this_process")
+def test_readers_fill_the_copy_and_end(tmp_path: Path) -> None:
+    check_that_readers_fill_the_copy_and_end(torn(tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [torn, nan_and_coarse_condition, context])
+@pytest.mark.usefixtures("ray_cluster", "large_volumes")
+def test_rays_readers_fill_the_copy_and_end(make: Callable[[Path], ReaderJob], tmp_path: Path) -> None:
+    check_that_readers_fill_the_copy_and_end(make(tmp_path))
 
 
 def test_ranks_of_a_machine_share_one_copy(tmp_path: Path) -> None:
@@ -209,12 +222,11 @@ def test_every_brick_lies_completely_in_some_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.usefixtures("large_volumes")
-def test_readers_end_after_a_pass(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("large_volumes", "readers_in_this_process")
+def test_readers_end_after_a_pass(world: int, tmp_path: Path) -> None:
     """Of three ranks each reads nearly all regions: they do not share a pass, though they share the copy."""
     job, asked = replace(plain(tmp_path), world_size=world), list[int]()
     resident = Resident(job, sharers=world)
-    monkeypatch.setattr(RayOfStream, "start", lambda self, job, options, tasks: LocalRegions(job, tasks))
     with PatchStream(job, StreamOptions(4, 2, processes=True), resident=resident) as stream:
         for _ in range(batches_of_passes(job, 4, 4 * world)):
             next(stream)
