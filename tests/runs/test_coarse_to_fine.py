@@ -163,17 +163,18 @@ def test_with_context_a_volume_depends_on_the_voxels_around_its_box() -> None:
 def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_beyond_the_volume(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    draw = ("around.zarr", "--coarse", "coarse", "--shape", ",".join(map(str, FINE)))
+    fine = (17, 24, 19)
+    draw = ("around.zarr", "--coarse", "coarse", "--shape", ",".join(map(str, fine)))
     assert draws("around", *draw, "--dry-run") == 0
     expected = re.findall(r"(\S+): volume (\S+):", capsys.readouterr().out)
     assert not list(Path().glob("around*zarr*"))
     assert draws("around", *draw) == 0
     coarse = voxels("around.coarse.zarr/0")
     drawn_first = "x".join(map(str, coarse.shape))
-    assert expected == [("around.coarse.zarr", drawn_first), ("around.zarr", "x".join(map(str, FINE)))]
-    assert coarse.shape == tuple(-(-size // 2) + 2 * (patch // 4) for size, patch in zip(FINE, PATCH, strict=True))
+    assert expected == [("around.coarse.zarr", drawn_first), ("around.zarr", "x".join(map(str, fine)))]
+    assert coarse.shape == tuple(-(-size // 2) + 2 * (patch // 4) for size, patch in zip(fine, PATCH, strict=True))
     margin = [patch // 4 for patch in PATCH]
-    box = ",".join(f"{2 * more}:{2 * more + size}" for more, size in zip(margin, FINE, strict=True))
+    box = ",".join(f"{2 * more}:{2 * more + size}" for more, size in zip(margin, fine, strict=True))
     drawn = {}
     for name, where in (("same", ()), ("outside", tuple(more - 1 for more in margin)), ("noise", ())):
         changed = coarse.copy()

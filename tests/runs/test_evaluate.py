@@ -30,8 +30,9 @@ def evaluates(*arguments: object) -> int:
 
 
 def test_samples_are_generated_once_and_evaluated_with_figures_floors_and_a_page(
-    shown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vesuvius.generate.evaluate.metrics._EXCHANGES", 99)
     assert evaluates("shown", "--out", tmp_path / "first") == 0
     said = capsys.readouterr().out
     for words in (

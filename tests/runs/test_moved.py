@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_moved_run_saves_where_it_is_now_and_leaves_its_successor_alone(
     with started_ranks(config, tmp_path, ranks) as processes:
         while len(list_checkpoints(run / "checkpoints")) < 2:
             assert processes[0].poll() is None, output_of(tmp_path, ranks)
+            time.sleep(0.02)
         run.rename(moved)
         others = another_run(run, moved)
         assert ends_of(processes) == [EXIT_DATA] * ranks, output_of(tmp_path, ranks)
