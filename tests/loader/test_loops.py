@@ -219,7 +219,7 @@ def test_a_loader_warns_of_chunks_that_are_decoded_many_times(tmp_path: Path, ca
 def test_the_threads_of_a_loader_do_not_grow_with_its_volumes(tmp_path: Path) -> None:
     """A reader has them for what it reads, and hundreds of volumes have labels each."""
     before = {id(thread) for thread in threading.enumerate()}
-    paths = [write_array(tmp_path / f"{number}.zarr", textured((16, 32, 32)), chunk=8) for number in range(6)]
+    paths = [write_array(tmp_path / f"{number}.zarr", textured((16, 32, 32)), chunk=8) for number in range(4)]
 
     def fetching() -> int:
         return sum(thread.name == "fetch" and id(thread) not in before for thread in threading.enumerate())
