@@ -59,7 +59,7 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
 
 def test_norms_are_stored_if_the_step_of_the_same_micro_batch_fits_with_them() -> None:
     """Wrong programs make the micro-batch smaller for it, ignore an explicit value, or apply it on a CPU."""
-    explicit = ("training.train_batch_size=6", "training.accumulate_steps=2", "training.amp=bf16")
+    explicit = ("training.train_batch_size=2", "training.accumulate_steps=2", "training.amp=bf16")
     config = small(*explicit)
     bytes_of = {
         recompute: plan_memory(config.with_training(recompute_norm=recompute)).vram_bytes for recompute in (True, False)
@@ -75,7 +75,7 @@ def test_norms_are_stored_if_the_step_of_the_same_micro_batch_fits_with_them() -
             given = config.with_training(recompute_norm=asked)
             assert resolve_micro_batch(given, room, gpu=True) == (given, [])
     room = int(bytes_of[False] / VRAM_SHARE) + 2
-    auto = small(*AUTO)
+    auto = small(*AUTO, "training.accumulate_steps=4")
     assert resolve_micro_batch(auto, room, gpu=True)[0].training.train_batch_size == (
         resolve_micro_batch(auto.with_training(recompute_norm=True), room, gpu=True)[0].training.train_batch_size
     )
