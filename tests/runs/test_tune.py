@@ -61,7 +61,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
-    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
+    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 2})
     arguments = ("--budget", "30m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
     assert "Next: vesuvius train --config" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
     assert "extends: tiny.yaml" in text
     assert "as set for the tune" in text
     tuned = read_config(Path("tiny.tuned.yaml"))
-    assert (tuned.training.train_batch_size, tuned.global_batch, tuned.training.lr) == (8, 8, 2e-3)
+    assert (tuned.training.train_batch_size, tuned.global_batch, tuned.training.lr) == (2, 2, 2e-3)
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
 
 
