@@ -43,6 +43,7 @@ import yaml
 import zarr
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 from wall_segmenter import PATCH, WIDTHS, Floats, Labels, Source, best_edge, predict, segment, train_segmenter
 
 import vesuvius
@@ -223,7 +224,7 @@ class Study:
         paths = [self.out / f"n{count}" / f"guessed{number}.zarr" for number in range(len(self.unlabeled))]
         if not all(path.exists() for path in paths):
             boxes = [self.source(each) for each in self.labeled(count)]
-            network, _ = train_segmenter(boxes, [], self.steps, SEEDS, "aug")  # of a seed that no arm has
+            network = train_segmenter(boxes, [], self.steps, SEEDS, "aug")  # of a seed that no arm has
             scan, walls = self.source(self.part("validation"))
             edge = best_edge(predict(network, scan), walls)
             for path, scan in zip(paths, map(vesuvius.open_volume, self.unlabeled), strict=True):
@@ -269,11 +270,14 @@ class Study:
 
     def measure(self, count: int, arm: str, seed: int) -> dict[str, Any]:
         """Train a U-Net; choose thresholds on the validation part; return the figures of the test part."""
-        started, drawn = time.process_time(), self.drawn(count, arm) if arm in ARMS[2:-1] else []
-        real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
-        network, loss = train_segmenter(real, drawn, self.steps, seed, arm)
-        torch.save(network.state_dict(), self.out / f"{arm}-n{count}-seed{seed}.pt")
-        result: dict[str, Any] = {"arm": arm, "count": count, "seed": seed, "loss": loss}
+        started, path = time.process_time(), self.out / f"{arm}-n{count}-seed{seed}.pt"
+        if not path.exists():
+            drawn = self.drawn(count, arm) if arm in ARMS[2:-1] else []
+            real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
+            torch.save(train_segmenter(real, drawn, self.steps, seed, arm).state_dict(), path)
+        network = fibsem.UNet(WIDTHS).eval()
+        network.load_state_dict(torch.load(path))
+        result: dict[str, Any] = {"arm": arm, "count": count, "seed": seed}
         for part in ("validation", "test"):
             scan, walls = self.source(self.part(part))
             found, ids = predict(network, scan), self.part(part)[1]
@@ -284,10 +288,11 @@ class Study:
             splits, merges = fibsem.variation_of_information(ids, bodies)
             figures = {"dice": fibsem.dice(found > edge, walls > 0), "rand": fibsem.adapted_rand_error(ids, bodies)}
             result[part] = figures | {"splits": splits, "merges": merges}
-        if self.within is not None:  # in blocks, each with its own watershed: sheets that fuse elsewhere do not count
+        if self.within is not None:  # in blocks: sheets that fuse elsewhere do not count
             cells = np.ndindex(*(size // PATCH for size in ids.shape))
             blocks = [tuple(slice(PATCH * n, PATCH * (n + 1)) for n in cell) for cell in cells]
-            fused = [fibsem.fusions(ids[block], segment(found[block], low), self.within) for block in blocks]
+            between = [ndimage.label(found[block] <= edge)[0] for block in blocks]
+            fused = [fibsem.fusions(ids[at], each, self.within) for at, each in zip(blocks, between, strict=True)]
             result["fusions"] = np.sum(fused, axis=0).tolist()
         return result | {"edge": float(edge), "low": low, "cpu_s": time.process_time() - started}
 

@@ -154,10 +154,14 @@ def variation_of_information(truth: Labels, found: Labels) -> tuple[float, float
 def fusions(truth: Labels, found: Labels, within: int) -> list[tuple[int, int]]:
     """Return (fused, all) pairs of bodies with 0, 1, ... `within` free voxels between them at their nearest approach.
 
-    A pair is fused if most of both is the same found body.
+    `found` numbers the components between walls, which are 0.  A pair is fused if most of what is found of both is one
+    component.  Bodies without a voxel inside of their boundary do not count.
     """
-    ids = [int(each) for each in np.unique(truth) if each]
-    mostly = {body: int(np.bincount(found[truth == body]).argmax()) for body in ids}
+    inside = boundaries(torch.from_numpy(truth)).numpy() == 0
+    ids, mostly = [int(each) for each in np.unique(truth[inside]) if each], dict[int, int]()
+    for body in ids:
+        counts = np.bincount(found[truth == body], minlength=2)[1:]
+        mostly[body] = int(counts.argmax()) + 1 if counts.any() else -body
     pairs = np.zeros((within + 1, 2), int)
     for number, body in enumerate(ids):
         gaps = ndimage.distance_transform_cdt(truth != body, "taxicab") - 1

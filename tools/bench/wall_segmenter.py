@@ -36,10 +36,8 @@ def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, le
     return scan.astype(np.float32), walls.astype(np.float32)
 
 
-def train_segmenter(
-    real: Sequence[Source], drawn: Sequence[Source], steps: int, seed: int, arm: str
-) -> tuple[fibsem.UNet, float]:
-    """Train a U-Net; if there are drawn sources, every other patch is from them.  Returns the last loss, too."""
+def train_segmenter(real: Sequence[Source], drawn: Sequence[Source], steps: int, seed: int, arm: str) -> fibsem.UNet:
+    """Train a U-Net; if there are drawn sources, every other patch is from them."""
     torch.manual_seed(seed)
     rng, least = np.random.default_rng((seed, 1)), float(real[0][1].mean()) if arm == "all" else 0.0
     network = fibsem.UNet(WIDTHS).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -56,7 +54,7 @@ def train_segmenter(
         loss.backward()
         optimizer.step()
         schedule.step()
-    return network.eval(), loss.item()
+    return network.eval()
 
 
 def predict(network: nn.Module, scan: Floats) -> Floats:

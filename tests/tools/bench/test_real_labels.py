@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import ndimage
 
 from tests.conftest import REPOSITORY
 
@@ -40,6 +41,10 @@ def test_fused_bodies_are_counted_at_the_gap_of_their_nearest_approach(bench: An
     found[truth == 3] = 2
     found[0, 0, truth[0, 0] == 1] = 2  # few voxels: not fused
     assert bench.fibsem.fusions(truth, found, 3) == [(0, 1), (0, 0), (1, 1), (0, 0)]
+    truth[0, 0, 7] = 5  # a speck, all of it boundary, does not count
+    walls = bench.classes_of(truth) > 0
+    assert bench.fibsem.fusions(truth, ndimage.label(~walls)[0], 3) == [(0, 1), (0, 0), (0, 1), (0, 0)], "true walls"
+    assert bench.fibsem.fusions(truth, np.zeros_like(truth), 3) == [(0, 1), (0, 0), (0, 1), (0, 0)], "nothing is found"
 
 
 def test_the_parts_of_the_volume_are_a_patch_apart(bench: Any) -> None:
