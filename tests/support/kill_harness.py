@@ -70,7 +70,7 @@ class Session:
 
         self.wait_until(happened, f"{text!r} x {count}")
 
-    def wait_until(self, happened: Callable[[], bool], what: str) -> None:
+    def wait_until(self, happened: Callable[[], bool], what: str, every_s: float = 0.02) -> None:
         """Wait for an action of the running process."""
         deadline = time.monotonic() + _HANG_S
         while True:
@@ -79,7 +79,7 @@ class Session:
                 return
             assert not ended, f"the run ended with {self.process.returncode} before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"the run hangs before {what}:\n{self.text()}"
-            time.sleep(0.02)
+            time.sleep(every_s)
 
     def end(self) -> int:
         """Let it finish.  Returns the exit code."""
