@@ -263,7 +263,8 @@ def _measure_once() -> None:
     """What runs and dry runs measure: half a second of CPU each time."""
     if start_log := sys.modules.get("vesuvius.training.forecast.start_log"):  # no test needs torch for this alone
         start_log._MEASURED_S = 0.0
-    if run_dir := sys.modules.get("vesuvius.runlog.run_dir"):
+    run_dir = sys.modules.get("vesuvius.runlog.run_dir")
+    if run_dir and not hasattr(run_dir._commit, "__wrapped__"):
         run_dir.installed_version = functools.cache(run_dir.installed_version)
         run_dir._commit = functools.cache(run_dir._commit)
 
