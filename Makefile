@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-# Test processes: one more than cores, since they wait for other processes half of the time.
-TEST_PROCESSES ?= 3
+# Test processes: twice the cores of a small machine, since they wait for other processes half of the time.
+TEST_PROCESSES ?= 4
 
 # If it were set, each of some hundred test processes would recompile its modules.
 unexport PYTHONDONTWRITEBYTECODE

@@ -284,6 +284,7 @@ def test_a_kernel_that_is_wrong_on_the_device_alone_is_seen(bench: Any, monkeypa
     assert (outcome, detail[:25]) == ("wrong", "losses of step 1: off by ")
 
 
+@pytest.mark.long
 def test_a_wrong_muon_scaler_transform_or_memory_error_is_wrong(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, muon = importlib.import_module("gpu.checks"), importlib.import_module("vesuvius.training.step.muon")
     split, calls, (a, b, c) = checks.split_signal_noise, count(), muon._COEFFICIENTS

@@ -70,7 +70,8 @@ def judged(source: RealSource, found: PatchSet) -> Comparison:
     return compare(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), (2,))
 
 
-@pytest.mark.parametrize("augment", [AugmentConfig(), pytest.param(AugmentConfig(rot90=False), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("augment", [AugmentConfig(), AugmentConfig(rot90=False)])
 def test_augmented_training_patches_are_at_the_floor_in_every_metric(tmp_path: Path, augment: AugmentConfig) -> None:
     source = source_of(tmp_path, augment)
     stored = as_drawn(source, augment)
