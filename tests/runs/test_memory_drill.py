@@ -74,7 +74,7 @@ def write_config(workers: int, limit_gib: float | None) -> None:
     training = {"train_batch_size": 4, "workers": workers, "steps_per_epoch": 1_000_000, "save_every": 1_000_000}
     config = {
         "name": "drill",
-        "data": {"volumes": [{"path": str(volume)}], "patch_size": [32, 64, 64]},
+        "data": {"volumes": [{"path": str(volume)}], "patch_size": [32, 64, 64], "resident": 0},  # readers stay
         "training": training | {"validate_every": 100, "validate_patches": 4},
         "model": {"channels": [16, 32], "full_res_channels": 8, "attention_heads": 4},
         "monitor": {"ram_limit_gib": limit_gib} if limit_gib else {},
