@@ -9,13 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zarr
 
 from tests.commands.test_wheel import TINY
 from vesuvius.commands import demo, train, volume
+from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 from vesuvius.monitor.samples import MemorySample, RecentFile
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.run_dir import RunDir
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.volumes.box import shape_of
 
 QUICK = (
     *TINY,
@@ -50,6 +54,28 @@ def here(after_a_demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     shutil.copytree(after_a_demo, tmp_path / "here", symlinks=True)
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here/runs/demo"
+
+
+def test_the_scroll_of_a_demo_holds_its_patches_and_the_labels_of_its_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tests take a smaller one."""
+    asked: list[str] = []
+
+    def refuse(argv: list[str]) -> int:
+        asked.extend(argv)
+        return EXIT_CONFIG
+
+    monkeypatch.setattr(volume, "main", refuse)
+    monkeypatch.chdir(tmp_path)
+    assert demo.main([]) == EXIT_CONFIG
+    shape = tuple(map(int, asked[asked.index("--shape") + 1].split(",")))
+    for path in (demo.VOLUME, demo.VOLUME.with_suffix(".labels.zarr")):
+        zarr.create_array(path, shape=shape, chunks=(64, 64, 64), dtype="uint8")
+    config = read_config(Path(demo.__file__).parents[1] / "demo.yaml")
+    (split,) = prepare_data(config.seed, config.data).splits
+    assert split.validation is not None
+    assert all(size >= least for size, least in zip(shape_of(split.validation), (64, 128, 128), strict=True))
 
 
 def test_a_second_demo_replaces_the_first_but_no_folders_of_other_commands(here: Path) -> None:

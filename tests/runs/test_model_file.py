@@ -79,6 +79,7 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
 
 
 def test_a_run_can_start_from_a_model_at_an_address(tiny_config: WriteConfig, model: Path, cache_home: Path) -> None:
+    """Of its bytes alone if it says which; what a download left that was killed days ago is deleted."""
     killed, running = cache_home / "vesuvius/models/.killed", cache_home / "vesuvius/models/.running"
     for folder in (killed, running):
         folder.mkdir(parents=True)

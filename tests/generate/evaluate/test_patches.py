@@ -43,7 +43,9 @@ def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "nearest_distances", lambda _, sought, __: 0.9 + 0.01 * np.arange(len(sought)))
 
 
-def source_of(folder: Path, augment: AugmentConfig, held_out: float = 0.35) -> RealSource:
+def source_of(
+    folder: Path, augment: AugmentConfig, held_out: float = 0.35, stored_as: IntensityRange = INTENSITY
+) -> RealSource:
     scan = write_array(folder / "v.zarr", grained((32, 64, 192), 0))
     config = DataConfig(
         volumes=(VolumeConfig(path=str(scan)),),
@@ -51,7 +53,7 @@ def source_of(folder: Path, augment: AugmentConfig, held_out: float = 0.35) -> R
         augment=augment,
         validation=ValidationConfig(fraction=held_out),
     )
-    return RealSource(0, config, None, [INTENSITY], (INTENSITY, np.dtype(np.uint8)))
+    return RealSource(0, config, None, [INTENSITY], (stored_as, np.dtype(np.uint8)))
 
 
 def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
@@ -68,6 +70,16 @@ def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
 
 def judged(source: RealSource, found: PatchSet) -> Comparison:
     return compare(generated_set(found, source, has_condition=False), source.read(COUNT), AugmentConfig(), (2,))
+
+
+def test_a_generated_patch_that_equals_a_real_one_has_its_values_exactly(tmp_path: Path) -> None:
+    """All are rounded to the integers of the generated volume; finer values would tell real ones apart."""
+    coarse = IntensityRange(0, 40)
+    source = source_of(tmp_path, UNTURNED, stored_as=coarse)
+    real = source.read(16).held_out.values
+    stored = to_intensities(real, coarse, np.dtype(np.uint8))
+    assert len(np.unique(stored)) > 20
+    np.testing.assert_array_equal(generated_set(PatchSet(stored, None), source, has_condition=False).values, real)
 
 
 @pytest.mark.long
