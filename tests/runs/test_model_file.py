@@ -78,19 +78,32 @@ def test_a_model_file_holds_what_sampling_reads_from_its_checkpoint(
     assert (tmp_path / "again.safetensors").read_bytes() == model.read_bytes()
 
 
-def test_a_run_can_start_from_a_model_at_an_address(tiny_config: WriteConfig, model: Path, cache_home: Path) -> None:
-    """Of its bytes alone if it says which; what a download left that was killed days ago is deleted."""
-    killed, running = cache_home / "vesuvius/models/.killed", cache_home / "vesuvius/models/.running"
-    for folder in (killed, running):
-        folder.mkdir(parents=True)
-    os.utime(killed, (0, 0))
+@pytest.mark.usefixtures("cache_home")
+def test_a_run_can_start_from_a_model_at_an_address(tiny_config: WriteConfig, model: Path) -> None:
+    """Of its bytes alone if it says which."""
     with odd_server(lambda asked: served(model.read_bytes(), asked, 'ETag: "1"')) as server:
         config = tiny_config(training={"init_from": f"{server.url}/m.safetensors"})
         assert vesuvius_train(config, "--dry-run") == 0
         assert (
             vesuvius_train(config, "--dry-run", f"training.init_from={server.url}/m.safetensors#sha256={64 * '0'}") == 2
         )
-    assert (killed.exists(), running.exists()) == (False, True)
+
+
+def test_only_downloads_without_a_write_for_a_day_are_deleted(model: Path, cache_home: Path) -> None:
+    """Not a slow one, whose folder is older than its last write, nor what else is hidden in a folder of models."""
+    folder = cache_home / "vesuvius/models"
+    killed, slow, other, elsewhere = (
+        folder / name for name in (".download-killed", ".download-slow", ".git", "elsewhere")
+    )
+    for each in (killed, slow, other, elsewhere):
+        each.mkdir(parents=True)
+        (each / "m.safetensors").touch()
+        os.utime(each / "m.safetensors", None if each == slow else (0, 0))
+        os.utime(each, (0, 0))
+    (folder / ".download-linked").symlink_to(elsewhere)
+    (folder / ".download-gone").symlink_to(folder / "nowhere")  # as one that another command deletes
+    fetch(lambda asked: served(model.read_bytes(), asked))
+    assert [path.exists() for path in (killed, slow, other, elsewhere)] == [False, True, True, True]
 
 
 def test_a_run_can_start_from_a_model_file(model: Path) -> None:

@@ -233,10 +233,8 @@ def run_locally(
                 return
             running = {pool.submit(runner.run, task) for task in tasks}
             while running:
-                wait(running, _POLL_S, FIRST_COMPLETED)
+                done, running = wait(running, _POLL_S, FIRST_COMPLETED)
                 check()
-                done = {each for each in running if each.done()}  # `wait` does not count those cancelled at exit
-                running -= done
                 yield from (each.result() for each in done)
 
         try:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 LARGEST_BYTES = 2**34
 _HEADER_BYTES = 10**8  # the most that safetensors reads
 _PART_BYTES = 2**24
-_LEFT_S = 24 * 3600
+_PREFIX = ".download-"
+_LEFT_S = 24 * 3600  # since the last write
 _STORE = StoreConfig(outage_minutes=3)
 
 
@@ -52,10 +53,11 @@ def local_checkpoint(given: str) -> Path:
             log.info("Using the copy of %s in %s; delete it to fetch it again", shown, path)
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".*"):  # of downloads that were killed
-            if left.lstat().st_mtime < time.time() - _LEFT_S:
-                shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(prefix=".", dir=folder) as own:
+        for left in folder.glob(f"{_PREFIX}*"):  # of downloads that were killed
+            with suppress(OSError):  # another command may delete it too
+                if max(each.stat().st_mtime for each in (left, *left.iterdir())) < time.time() - _LEFT_S:
+                    shutil.rmtree(left)
+        with TemporaryDirectory(prefix=_PREFIX, dir=folder) as own:
             with (part := Path(own) / path.name).open("wb") as file:
                 found = _fetch(address, shown, file)
             if wanted not in (None, found):
