@@ -206,7 +206,7 @@ def test_readers_of_a_shared_ray_count_towards_the_run(tmp_path: Path) -> None:
         monitor.loop_status = LoopStatus(readers={reader.pid: 1}, local_readers=frozenset({reader.pid}))
         wait_until(lambda: len(monitor.sample.processes) > 1)
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid, reader.pid]
-        assert monitor.recent_samples()[-1].used_bytes > alone
+        wait_until(lambda: monitor.recent_samples()[-1].used_bytes > alone)
         reader.kill()
         reader.wait()
         wait_until(lambda: len(monitor.sample.processes) == 1)
