@@ -39,7 +39,7 @@ from vesuvius.volume_tools import verify
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
 
-# They are ignored if the tests are started in the background or under nohup, and would be in all their child processes.
+# Both are ignored by what is started in the background or under nohup, and would be in all processes of the tests.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)

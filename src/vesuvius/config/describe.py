@@ -99,15 +99,8 @@ def describe_type(schema: JsonSchema) -> str:
 
 def to_yaml(value: object) -> str:
     """Return a value as YAML on one line.  Pure."""
-    return (_scalar if value is None or type(value) in (bool, int, float, str) else _flow)(value)
-
-
-def _flow(value: object) -> str:
     # Inside a list, flow style quotes text that could end the value early; the brackets are removed.
     return _dumped([value], default_flow_style=True).strip()[1:-1]
-
-
-_scalar = functools.lru_cache(maxsize=1024, typed=True)(_flow)  # a config has hundreds of values
 
 
 def to_yaml_block(tree: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def check_kernels(
 
 def network_convolutions(config: Config, batch: int) -> list[Convolution]:
     """List the distinct convolutions of a network for `batch` patches, in forward order, without allocating memory."""
-    network, seen = deepcopy(build_meta_network(config)), dict[Convolution, None]()
+    seen, network = dict[Convolution, None](), deepcopy(build_meta_network(config))  # hooks change it
 
     def record(conv: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
         assert isinstance(conv, nn.Conv3d)
