@@ -113,6 +113,7 @@ def test_batches_are_the_same_in_each_loop_whatever_else_is_read(tmp_path: Path)
             assert torch.equal(batch.image, batches[0].image)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bool", "uint16", "float64"])
 def test_images_and_labels_have_the_bits_of_those_of_the_loader(tmp_path: Path, dtype: str) -> None:
     voxels = textured(SHAPE, dtype=dtype) if dtype != "bool" else textured(SHAPE) > 90
@@ -173,6 +174,7 @@ def test_the_blend_is_that_of_monai(tmp_path: Path, mode: Any, overlap: float, b
     np.testing.assert_allclose(blend.result(), wanted[0].numpy(), atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blend", ["gaussian", "linear", "crop"])
 def test_the_blend_is_that_of_a_predicted_volume(tmp_path: Path, blend: Any) -> None:
     torch.manual_seed(0)

@@ -134,7 +134,7 @@ def test_an_output_at_half_resolution_covers_the_volume(tmp_path: Path, shape: t
     np.testing.assert_allclose(fine, voxels.repeat(2, 0).repeat(2, 1).repeat(2, 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("factor", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_with_a_mask_only_tiles_over_it_are_evaluated_and_voxels_outside_are_0(tmp_path: Path, factor: int) -> None:
     voxels = np.tile(VOXELS[:32, :40], (1, 1, 8))
     mask = np.zeros(voxels.shape, np.uint16)

@@ -105,6 +105,7 @@ def test_the_disk_holds_a_few_rows_of_tiles_and_of_the_input(tmp_path: Path, sma
     assert 4 < most["input0"] < 40, "of 96"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", ["network", "volume", "batch_size", "normalize"])
 def test_another_prediction_is_refused_and_the_same_one_is_not_repeated(
     tmp_path: Path, small_blocks: None, change: str

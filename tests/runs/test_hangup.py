@@ -56,7 +56,7 @@ def on_a_terminal(config: Path, cwd: Path, first: str) -> Iterator[tuple[Any, in
 
 
 def close_at_step(master: int, step: int) -> str:
-    """Close a terminal once it has shown this step or a later one (fast steps are not all shown); returns all output."""
+    """Close a terminal once it shows this step or a later one, as fast steps are not all shown; returns all output."""
     shown = ""
     while max(map(int, re.findall(r"step (\d+)/", shown)), default=0) < step:
         shown += os.read(master, 4096).decode("utf-8", "replace")

@@ -38,6 +38,7 @@ def batches_of(address: Path | str, count: int = 16, **data: Any) -> tuple[bytes
         return patches.tobytes(), stream.reader_totals
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_batches_over_http_equal_those_from_disk(server: ChunkServer, tmp_path: Path, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
@@ -129,7 +130,7 @@ with PatchStream(job, StreamOptions(4, 1), stop=320) as stream:
 """
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_ranks_ask_for_each_chunk_as_often_as_regions_hold_it(server: ChunkServer, tmp_path: Path, world: int) -> None:
     """Counted by the server: no region is read by two ranks."""
     path, expected = write_array(tmp_path / "v.zarr", textured(SHAPE)), Counter[str]()
@@ -157,6 +158,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("fault", "layout"), [*((fault, "v2") for fault in FAULTS), ("corrupt", "v3-sharded")])
 def test_a_transient_error_changes_no_byte_and_is_counted(
     server: ChunkServer, tmp_path: Path, fault: str, layout: str

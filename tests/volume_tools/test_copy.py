@@ -54,6 +54,7 @@ def server(tmp_path: Path) -> Iterator[ChunkServer]:
         yield running
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dtype", "start", "layout"),
     [

@@ -331,6 +331,7 @@ def test_an_opened_scan_equals_its_source(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", ["imagej", "slices, lzw", "hdf5, channels last", "nifti, gzip, big-endian, int16"])
 def test_an_import_equals_its_source(tmp_path: Path, case: str) -> None:
     write, expected = CASES[case]

@@ -90,6 +90,7 @@ def test_a_mixture_of_two_key_encodings_is_refused_not_read_with_holes(tmp_path:
                 whole(address)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "shards"), [("disk", None), ("http", None), ("http", (16, 16, 16))])
 def test_a_chunk_under_another_key_is_not_read_as_air(tmp_path: Path, kind: str, shards: Any) -> None:
     """Even if nothing was wrong when the volume was opened; an absent chunk of an existing shard is air."""

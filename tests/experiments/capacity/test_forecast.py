@@ -54,6 +54,7 @@ def test_the_total_is_what_the_readers_of_all_ranks_read(
     assert facts["total"]["fetched_bytes"] == pytest.approx(requests * 32**3 / 2, rel=0.1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"zarr_format": 3, "shards": (64, 64, 64)}], ids=["chunks", "shards"])
 def test_a_stream_over_http_asks_for_what_was_planned(
     config: Path, capsys: pytest.CaptureFixture[str], server: ChunkServer, tmp_path: Path, options: dict[str, Any]

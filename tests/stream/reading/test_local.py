@@ -45,6 +45,7 @@ def opened(job: ReaderJob, stop: int, start: Callable[[Iterator[Task]], Any]) ->
     return RegionSource(job, job.tasks(FIRST, stop), None, None, start, job.plan.regions_in_flight)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3, 11])
 def test_regions_in_use_stay_as_they_were_read_however_far_the_readers_are(job: ReaderJob, threads: int) -> None:
     """A block too few, or a reader a region too far, overwrites the oldest region before the cutter drops it."""

@@ -124,7 +124,7 @@ def test_slots_do_not_depend_on_their_reader_or_on_known_damage(job: ReaderJob) 
         resumed.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_streams_and_ranks_deliver_the_same_samples_from_any_start(job: ReaderJob, world: int) -> None:
     with open_stream(job, batch_size=1, stop=96) as stream:
         expected, _ = collect(stream, 96)

@@ -92,6 +92,7 @@ CASES = [plain, torn, nan_and_coarse_condition, context]
 CASES += [pytest.param(case, marks=pytest.mark.long) for case in (foreground, two_volumes)]  # type: ignore[list-item]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", CASES)
 def test_batches_and_quarantine_equal_those_of_a_reading_stream(
     make: Callable[[Path], ReaderJob], tmp_path: Path
