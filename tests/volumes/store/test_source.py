@@ -219,10 +219,11 @@ def test_a_folder_that_fails_during_a_listing_is_an_error(
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", stale)
     for prefix, words in (("", "Stale file handle"), ("a/data", "Not a directory")):
-        with pytest.raises(DataError, match=rf"Cannot list the chunks of .*{words}"):
-            list(itertools.islice(source.list_keys(prefix), 1000))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", stale)
+            with pytest.raises(DataError, match=rf"Cannot list the chunks of .*{words}"):
+                list(itertools.islice(source.list_keys(prefix), 1000))
 
 
 def test_links_to_slabs_on_other_disks_are_listed_and_read(tmp_path: Path) -> None:
