@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,7 @@ class ChunkGrid:
         parts = {key: chunks for key, chunks in self._by_object(box).items() if key not in whole}
         self._load_indices(parts)
         for key, chunks in parts.items():
-            with suppress(ShardIndexError):
+            with self._read_again_if_damaged(key):
                 index = self.shard_index(key)
                 for chunk in chunks:
                     with suppress(ValueError):
@@ -249,9 +249,18 @@ class ChunkGrid:
             return
         with self._lock:
             missing = [key for key in keys if key not in self._indices]
-        for reading in [self.source.start(self.shard_index, key) for key in missing]:
-            with suppress(ShardIndexError):  # raised again when the chunks are read
+        for key, reading in [(key, self.source.start(self.shard_index, key)) for key in missing]:
+            with self._read_again_if_damaged(key):
                 reading.result()
+
+    @contextmanager
+    def _read_again_if_damaged(self, key: str) -> Iterator[None]:
+        """Suppresses ShardIndexError of a shard whose index is read again later, and counts that as a retry."""
+        try:
+            yield
+        except ShardIndexError:
+            self.source.forget(key, self.index_range)
+            self.source.count(retries=1)
 
     @property
     def _indices_kept(self) -> int:
