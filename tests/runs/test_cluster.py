@@ -215,3 +215,26 @@ def test_a_lost_head_ends_the_run_which_resumes_on_another_cluster(
         with Session(config, tmp_path, *arguments) as session:
             assert session.end() == 0, session.text()
     assert list(steps_of(run)) == list(range(1, last + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_continues_without_the_raylet_of_its_command(
+    tiny_config: WriteConfig, tmp_path: Path, ranks: int
+) -> None:
+    """Readers on the node of the command are replaced; two ranks and their readers are elsewhere."""
+    training = {"epochs": 1000, "workers": 1, "ranks": ranks, "accumulate_steps": 1}
+    cluster, data = {"worker_nodes": "any"}, {"resident": 0}
+    run = tmp_path / "runs/alone"
+    with ray_nodes(apart=True) as nodes:
+        own = nodes.add(cores=2 - ranks, store_mib=256)
+        nodes.add(cores=2 * ranks, store_mib=256)
+        config = tiny_config("alone", training=training, data=data, cluster=cluster | {"address": nodes.address})
+        with Session(config, tmp_path) as session:
+            session.wait_for(" workers 1 ")
+            own.kill()
+            last = max(steps_of(run)) + (200 if ranks == 1 else 50)  # with one, more than its readers are ahead
+            wait_for_step(run, last, [session.process], at_most_s=300)
+            session.process.terminate()
+            assert session.end() == 75, session.text()
+    assert list(steps_of(run)) == list(range(1, max(steps_of(run)) + 1))
