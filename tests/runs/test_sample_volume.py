@@ -25,7 +25,7 @@ from tests.conftest import write_array
 from tests.support.runs import PATCH
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
-from vesuvius.config import ArrayConfig
+from vesuvius.config import ArrayConfig, Config
 from vesuvius.errors import StorageError, VesuviusError
 from vesuvius.generate.volume.inputs import InputConfig
 from vesuvius.generate.volume.picture import check_picture, generate_held_out
@@ -321,7 +321,7 @@ def test_a_pair_needs_space_for_its_labels(tmp_path: Path, monkeypatch: pytest.M
 REFUSED = {
     "a shape too small": (("--shape", "12,24,8"), 2, "A volume of 12x24x8 is smaller than a training patch"),
     "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap 0.9 is not between"),
-    "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "--condition is missing"),
+    "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "add --condition VOLUME, or --guidance 0 to"),
     "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "do not match: 12x24x24 and 40x64x128"),
     "a box outside": (
         ("--condition", "labels.zarr", "--box", "0:12,0:24,120:144"),
@@ -368,6 +368,14 @@ def test_invalid_requests_are_refused_in_one_line_and_nothing_is_written(
     assert draws(Path(), "--shape", "12,24,24", "--guidance", 0) == 2
     assert f"--out {Path.cwd()} does not end in .zarr" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
+
+
+def test_a_model_that_always_had_a_condition_is_not_said_to_draw_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Config, "learns_without_condition", False)
+    assert draws(tmp_path / "out.zarr", "--shape", "12,24,24") == 2
+    assert capsys.readouterr().err.endswith("; add --condition VOLUME\n")
 
 
 def test_the_picture_of_held_out_voxels_shows_real_labels_and_generated(

@@ -123,19 +123,23 @@ class Config(Section):
         """Channels of the network input: x_t (two parts with spectral noise) and the condition."""
         return (2 if self.diffusion.noise == "spectral" else 1) + self.condition_channels
 
+    @property
+    def learns_without_condition(self) -> bool:
+        """Whether the network learns with and without the condition, so that it can be guided, or draw without it."""
+        return self.has_condition and self.diffusion.condition_dropout > 0
+
     def contradictions(self) -> Iterator[str]:
         if problem := self.model.size_problem(self.data.patch_size):
             yield problem
         if several := [volume.path for volume in self.data.volumes if volume.channels or volume.more_labels]:
             found = f"data.volumes[].channels and more_labels of {several[0]}"
             yield f"{found} are for PatchLoader: a run trains on one channel; remove them"
-        guided = self.has_condition and self.diffusion.condition_dropout > 0
         if self.diffusion.condition_noise and (not self.data.context or self.data.condition_classes):
             yield (
                 f"diffusion.condition_noise {self.diffusion.condition_noise:g} is for conditions of intensities with a "
                 "context; set it to 0, or set data.volumes[].condition.context"
             )
-        if self.diffusion.sampler_guidance != 1 and not guided:
+        if self.diffusion.sampler_guidance != 1 and not self.learns_without_condition:
             yield (
                 f"diffusion.sampler_guidance {self.diffusion.sampler_guidance} needs a model trained with and without "
                 "a condition; add data.volumes[].condition and diffusion.condition_dropout=0.1"

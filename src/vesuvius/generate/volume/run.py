@@ -366,9 +366,9 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
     if inputs.mask is not None and inputs.inpaint is None:
         raise ConfigError("--mask has no effect without --inpaint; add --inpaint, or remove --mask")
     if inputs.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
+        without = ", or --guidance 0 to generate without" if config.learns_without_condition else ""
         raise ConfigError(
-            "--condition is missing, but the model was trained with conditions; add --condition VOLUME, or "
-            "--guidance 0 to generate without"
+            f"--condition is missing, but the model was trained with conditions; add --condition VOLUME{without}"
         )
     if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
         raise ConfigError("--guidance 0 ignores labels, so no pairs are written; remove it, or let --out end in .zarr")
