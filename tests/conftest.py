@@ -47,7 +47,7 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 LONG_TEST_S = 4 * 3600
 
 # `make test-long` takes the full counts.  A loaded machine is no failure, so examples have no deadline.
-settings.register_profile("few", max_examples=25, deadline=None)
+settings.register_profile("few", max_examples=12, deadline=None)
 settings.register_profile("full", max_examples=300, deadline=None)
 settings.load_profile("few")
 

@@ -103,8 +103,8 @@ print(next(iter(vesuvius.GridLoader(scan, **tiles))).image.shape[0], flush=True)
 print(vesuvius.predict_volume(lambda image: image, scan, "predicted.zarr", **tiles).tiles > 0)
 
 from vesuvius.commands.cli import COMMANDS, main
-for command in (["volume", "info", scan], ["volume", "copy", scan, copy], ["volume", "verify", copy]):
-    print(main(command))
+for command in (["info", scan], ["copy", scan, copy], ["verify", copy, "--processes", "1"]):
+    print(main(["volume", *command]))
 files = ["--volume", scan, "--out", "p.zarr", "--patch-size", "16,32,32"]
 print(main(["predict", "--network", "torch.nn:Identity", *files]))
 from vesuvius.doctor import Check, examine, start_ray
