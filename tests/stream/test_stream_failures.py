@@ -63,7 +63,7 @@ def test_a_ray_that_survives_being_killed_is_abandoned(
     monkeypatch.setattr(ray_session.Session, "_hangs", not ray_session._shut_down())
     never.set()
     assert called == ["kill", "leave"]
-    assert "killing a private Ray" in caplog.text
+    assert "killing a Ray that this command started" in caplog.text
     assert "giving up on it" in caplog.text
     with pytest.raises(ConfigError, match="Cannot start Ray: an earlier Ray"):
         ray_session.Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)

@@ -138,7 +138,8 @@ def _shut_down() -> bool:
     """
     ended = on_thread(private.shut_down, sigterm_handler(), name="ray-shutdown")
     if wait([ended], _END_S).not_done:
-        log.warning("Ray did not shut down within %g s, probably because its head hangs; killing a private Ray", _END_S)
+        why = "probably because its head hangs or is gone"
+        log.warning("Ray did not shut down within %g s, %s; killing a Ray that this command started", _END_S, why)
         private.kill_daemons()
         if wait([ended], _KILLED_S).not_done:
             log.warning("Ray did not shut down within another %g s; giving up on it", _KILLED_S)
