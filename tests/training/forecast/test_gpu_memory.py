@@ -44,7 +44,7 @@ USE = VramUse(
 )
 MODEL = (
     "data.patch_size=[8, 16, 16]",
-    "model={channels: [8, 16], blocks_per_level: 1, stem_stride: [1, 2, 2], full_res_channels: 4, attention_heads: 2}",
+    "model={channels: [8], blocks_per_level: 1, stem_stride: [1, 2, 2], full_res_channels: 4, attention_heads: 2}",
 )
 
 
