@@ -111,7 +111,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
         gc.collect()
         gc.freeze()  # otherwise each later collection walks over all imported modules, which takes a second
-        fork_server.start_server()
+        names = (getattr(item, "originalname", "") for item in session.items)
+        fork_server.start_server(of_stand_in="test_the_quick_tests_for_a_gpu_pass_on_the_stand_in" in names)
 
 
 def textured(shape: tuple[int, ...], seed: int = 0, dtype: str = "uint8") -> np.ndarray[Any, Any]:

@@ -34,8 +34,8 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,14 +121,24 @@ def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
 
 
-def start_server(tests: Sequence[str] = ()) -> None:
+def start_server(tests: Sequence[str] = (), *, of_stand_in: bool = False) -> None:
     """Fork the server after the tests are imported and before the first one runs: a later fork would inherit thread
     locks, patches and descriptors of tests.  One that imports `tests` forks the test processes themselves."""
-    global _server
+    global _server, _server_of_stand_in
     _measure_once()
+    if of_stand_in:
+        _server_of_stand_in = _Server(("tests.support.sim_device",))
     if "vesuvius.training.run" in sys.modules:
         _plan_the_tiny_run()  # for the tests of this process as well
     _server = _Server(tests)
+
+
+@contextmanager
+def of_stand_in() -> Iterator[None]:
+    """Fork from a server that has had no backward pass: torch counts the devices, here the stand-in, in the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "_server", _server_of_stand_in)
+        yield
 
 
 class _Server:
@@ -166,6 +176,7 @@ class _Server:
 
 
 _server: _Server | None = None
+_server_of_stand_in: _Server | None = None
 
 
 def _serve(connection: socket.socket, tests: Sequence[str]) -> dict[str, Any] | None:

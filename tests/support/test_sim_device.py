@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support import sim_device
+from tests.support import fork_server, sim_device
 from tests.support.gpu import GPU, no_waiting, sleep
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,7 +22,17 @@ FAST = "lags_behind or split_into or snapshot or at_most_two or outcome or equal
 on_the_stand_in = pytest.mark.skipif(GPU.type != "sim", reason="a law of the stand-in: needs SIM_GPU=1")
 
 
-def run_gpu_tests(*options: str) -> str:
+# In a forked process, which has imported the tests without a GPU.
+AS_IF_NEW = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+    del sys.modules[name]
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def run_gpu_tests(*options: str, python: Sequence[str] = ("-m", "pytest"), run: Any = subprocess.run) -> str:
     """Run the tests for a GPU on the stand-in; returns pytest's last line."""
     if problem := sim_device.missing():
         pytest.skip(f"the stand-in {problem}")
@@ -28,15 +40,17 @@ def run_gpu_tests(*options: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"SIM_GPU": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take half a second
     own = ("-q", "-p", "no:cacheprovider", "-p", "pytest_timeout")
-    command = [sys.executable, "-m", "pytest", *own, *options, *files, __file__]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=1800)
+    command = [sys.executable, *python, *own, *options, *files, __file__]
+    done = run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.timeout(1800)  # compiles once, which a loaded machine makes slow
 def test_the_quick_tests_for_a_gpu_pass_on_the_stand_in() -> None:
-    found = re.search(r"(\d+) passed", run_gpu_tests("-m", "gpu and not long", "-k", FAST))
+    chosen = ("-m", "gpu and not long", "-k", FAST)
+    with fork_server.of_stand_in():
+        found = re.search(r"(\d+) passed", run_gpu_tests(*chosen, python=("-c", AS_IF_NEW), run=fork_server.run))
     assert found, "none ran"
     assert int(found[1]) >= 10
 
