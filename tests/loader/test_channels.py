@@ -43,7 +43,8 @@ def scan(path: Path, seed: int) -> tuple[list[Path], list[Voxels]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_in_memory": True}, pytest.param({"num_workers": 2}, marks=pytest.mark.long)]
+    "options",
+    [{}, *(pytest.param(long, marks=pytest.mark.long) for long in ({"cache_in_memory": True}, {"num_workers": 2}))],
 )
 def test_each_channel_is_aligned_normalized_by_itself_and_augmented_alike(tmp_path: Path, options: Any) -> None:
     (first, shown_first), (second, shown_second) = scan(tmp_path, 0), scan(tmp_path, 10)

@@ -95,10 +95,10 @@ def test_labels_are_downsampled_by_the_mode_and_values_that_float16_lacks_are_an
     tmp_path: Path, volume: Path
 ) -> None:
     net = network(out=3)
-    wide = write(tmp_path / "w.zarr", np.tile(VOXELS, (1, 1, 4)), 64)
+    wide = write(tmp_path / "w.zarr", np.tile(VOXELS, (1, 1, 3)), 64)
     found = predicted(net, wide, tmp_path / "o.zarr", activation="argmax")
     assert found.dtype == np.uint8
-    expected = by_monai(np.tile(VOXELS, (1, 1, 4)), net, overlap=0.25, mode="gaussian").argmax(0)
+    expected = by_monai(np.tile(VOXELS, (1, 1, 3)), net, overlap=0.25, mode="gaussian").argmax(0)
     assert (found != expected).mean() < 1e-3, "ties round differently"
     assert set(np.unique(level(tmp_path / "o.zarr", 1))) <= {0, 1, 2}
     with pytest.raises(NonFiniteError, match=r"An output in z 0:37.* does not fit float16; use dtype float32"):
@@ -135,10 +135,13 @@ def test_an_output_at_half_resolution_covers_the_volume(tmp_path: Path, shape: t
 
 
 @pytest.mark.parametrize("factor", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_with_a_mask_only_tiles_over_it_are_evaluated_and_voxels_outside_are_0(tmp_path: Path, factor: int) -> None:
-    voxels = np.tile(VOXELS[:32, :40], (1, 1, 8))
+def test_with_a_mask_only_tiles_over_it_are_evaluated_and_voxels_outside_are_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: int
+) -> None:
+    monkeypatch.setattr(run, "CHUNK", 32)  # of which the volume has several
+    voxels = np.tile(VOXELS[:32, :40], (1, 1, 4))
     mask = np.zeros(voxels.shape, np.uint16)
-    mask[10:20, 5:30, 300:330] = 7
+    mask[10:20, 5:30, 150:180] = 7
     seen: list[int] = []
 
     def net(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import vesuvius
+from tests.conftest import write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.volumes.box import slices
 
@@ -28,9 +29,7 @@ def network(channels: int = 1, out: int = 2, seed: int = 0) -> nn.Module:
 
 
 def write(path: Path, voxels: NDArray[Any], chunk: int = 16, **options: Any) -> Path:
-    array = zarr.create_array(path, shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * 3, **options)
-    array[:] = voxels
-    return path
+    return write_array(path, voxels, chunk, zarr_format=3, **options)
 
 
 @pytest.fixture

@@ -547,8 +547,8 @@ def test_times_are_taken_from_the_steps_with_the_latest_settings(
 
 
 def test_the_legend_names_the_last_value(tmp_path: Path) -> None:
-    """Of 9,600 steps, a point is the mean of forty."""
-    count = 9_600
+    """Of 2,400 steps, a point is the mean of ten."""
+    count = 2_400
     decay = [step(n, lr=1e-3 * (1 - n / count), loss=5.0 if n == count else 1.0) for n in range(1, count + 1)]
     report = reported(write_run(tmp_path / "tiny", [run_start(), *decay]))
     for charts in (report.charts, [thinned(each, 30) for each in report.charts]):

@@ -13,7 +13,7 @@ import pytest
 import zarr
 from numcodecs import Delta
 
-from tests.conftest import textured
+from tests.conftest import textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
@@ -42,16 +42,9 @@ def write(path: Path, order: str, names: list[str | None] | None = None, **optio
     stored = voxels_of(order)
     if options.pop("sharded", False):
         options["shards"] = tuple(SHARDS[letter] for letter in order)
-    array = zarr.create_array(
-        str(path),
-        shape=stored.shape,
-        dtype=stored.dtype,
-        chunks=tuple(CHUNKS[letter] for letter in order),
-        dimension_names=names,
-        fill_value=0,
-        **options,
-    )
-    array[...] = stored
+    if options.setdefault("zarr_format", 3) == 2:
+        options |= {"chunk_key_encoding": {"name": "v2", "separator": "."}, "compressors": "auto"}
+    write_array(path, stored, tuple(CHUNKS[letter] for letter in order), dimension_names=names, **options)
     return stored
 
 

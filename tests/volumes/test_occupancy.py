@@ -296,7 +296,7 @@ def test_every_patch_contains_enough_foreground_at_the_resolution_of_its_map(
 ) -> None:
     """A binary map with cells of 16 or 32 voxels is exact, so it can be compared with the voxels."""
     cell = 32 if source == "chunks" else 16
-    shape = (96, 128, 128) if source == "chunks" else (48, 64, 64)  # in cells of 32 the body needs the larger one
+    shape = (96, 96, 128) if source == "chunks" else (48, 64, 64)  # in cells of 32 the body needs the larger one
     coarse = blob((shape[0] // cell, shape[1] // cell, shape[2] // cell))
     mask = coarse.repeat(cell, 0).repeat(cell, 1).repeat(cell, 2)
     path = tmp_path / "v.zarr"

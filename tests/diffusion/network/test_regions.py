@@ -20,7 +20,7 @@ from vesuvius.diffusion.network.regions import CompiledRegions, call_eager
 from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
 
 SMALL = ModelConfig(channels=(8, 8), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=4, attention_heads=0)
-ONE_LEVEL = SMALL.model_copy(update={"channels": (8,)})
+ONE_LEVEL = SMALL.model_copy(update={"channels": (8,), "full_res_channels": 0})
 PARTITIONED = "aot_eager_decomp_partition"  # what inductor is handed: no kernel is written, and its partitioner decides
 
 

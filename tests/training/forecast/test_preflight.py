@@ -93,7 +93,7 @@ def test_a_restart_of_ranks_does_not_check_their_existing_object_store(
     """The store keeps its memory, so /dev/shm may not have room for a second one."""
     monkeypatch.chdir(tmp_path)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0) if "shm" in str(path) else usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0) if str(path) == "/dev/shm" else usage)
     config = read_config(tiny_config(training={"workers": 1}))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ConfigError, match=r"The object store needs .* /dev/shm has"):
