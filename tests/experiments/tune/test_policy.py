@@ -39,6 +39,7 @@ def settings_of(search: Search) -> list[Setting]:
     return [result.setting for result in search.results]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("drift", "least", "seeds"), [(0.0, 0.97, 1), (0.05, 0.97, 2), (0.10, 0.95, 2)])
 def test_a_tune_ends_near_the_optimum_despite_drift(drift: float, least: float, seeds: int) -> None:
     found = {  # mean share of the optimum

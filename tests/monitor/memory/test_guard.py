@@ -82,7 +82,7 @@ def _leak(rate: float, begin_s: float = 300.0):
     return lambda t: rate * max(t - begin_s, 0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(healthy_series()))
 def test_no_order_in_twenty_healthy_minutes(name: str):
     series = healthy_series(3)[name]

@@ -49,9 +49,9 @@ def plain(folder: Path) -> ReaderJob:
 
 
 def torn(folder: Path) -> ReaderJob:
-    array = write_array(folder / "v.zarr", textured((96, 128, 128)))
+    array = write_array(folder / "v.zarr", textured((70, 96, 96)))
     (array / "1/1/1").write_bytes(b"torn")
-    (array / "2/3/0").write_bytes(b"torn")
+    (array / "2/2/0").write_bytes(b"torn")
     return make_job(array, **SMALL)
 
 

@@ -23,6 +23,7 @@ def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> Intens
     return intensity
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", FAR)
 def test_a_range_far_from_zero_is_estimated_without_air(tmp_path: Path, dtype: str) -> None:
     """Intensities 1..199 above `FAR`; half of the volume is air, -1024 voxels below or 0."""

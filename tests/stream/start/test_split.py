@@ -106,7 +106,7 @@ SPELLINGS = [as_it_is, through_a_link, relative, with_slashes, array_of_the_leve
 SPELLINGS += [array_of_the_other_level, linked_level_of_another_group]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("first", [as_it_is, array_of_the_level])
 @pytest.mark.parametrize("at", [44])

@@ -82,7 +82,7 @@ def record_memory() -> profile:
     ("config", "amp"),
     [
         (make_config(model=TWO_LEVELS), "off"),
-        pytest.param(PLAIN, "bf16", marks=needs_bf16_kernels),
+        pytest.param(PLAIN, "bf16", marks=[needs_bf16_kernels, pytest.mark.long]),
         pytest.param(PLAIN, "off", marks=pytest.mark.long),
         pytest.param(DEFAULT, "bf16", marks=[needs_bf16_kernels, pytest.mark.long]),
     ],

@@ -128,7 +128,7 @@ def test_a_run_tests_the_micro_batch_of_its_ranks() -> None:
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)])
 def test_the_test_needs_less_memory_than_planned_and_than_the_step(batch: int, channels_last: bool) -> None:
     """A program that computes the float32 reference of all patches together, or plans the step alone, fails."""
-    config = tiny(full_res_channels=8, channels=[16, 32]).with_training(channels_last=channels_last, amp="bf16")
+    config = tiny(full_res_channels=8, channels=[16]).with_training(channels_last=channels_last, amp="bf16")
     plan = plan_memory(config, batch, "bf16")
     with Footprint() as footprint:
         check_kernels(config, batch, CPU, "bf16")
@@ -165,6 +165,7 @@ def test_if_the_test_runs_out_of_memory_the_micro_batch_is_halved_or_the_run_end
     assert (stored["train_batch_size"], stored["accumulate_steps"]) == (2, 4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", ["input gradient", "weight gradient", "bias gradient"])
 def test_a_gradient_that_is_wrong_for_one_shape_is_refused_with_the_shape(
     part: str, monkeypatch: pytest.MonkeyPatch

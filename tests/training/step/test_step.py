@@ -236,7 +236,7 @@ def test_after_the_last_bad_step_nothing_is_applied_however_late_the_host_reads(
 
 def test_an_fp16_overflow_neither_counts_as_bad_nor_resets_the_count() -> None:
     config = make_config(train_batch_size=4, amp="fp16", max_nonfinite=2)
-    model = config.model.model_copy(update={"full_res_channels": 0})  # a CPU has no kernels for fp16
+    model = config.model.model_copy(update={"channels": (8,), "full_res_channels": 0})  # a CPU has no kernels for fp16
     step = make_step(config.model_copy(update={"model": model}))
     outcomes = [good_step(step), bad_step(step)]
     step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
