@@ -225,7 +225,7 @@ def test_the_threads_of_a_loader_do_not_grow_with_its_volumes(tmp_path: Path) ->
         return sum(thread.name == "fetch" and id(thread) not in before for thread in threading.enumerate())
 
     with load(paths, labels=paths, num_workers=2) as loader:
-        volumes = {sample.volume for batch in islice(loader, 30) for sample in batch.samples}
+        volumes = {sample.volume for batch in islice(loader, 15) for sample in batch.samples}
         assert len(volumes) == len(paths)
         deadline = time.monotonic() + 30
         while fetching() > 2 * 2 * 5 and time.monotonic() < deadline:  # readers, arrays, chunks that a read is ahead

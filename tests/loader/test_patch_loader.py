@@ -174,7 +174,7 @@ def test_patches_turn_only_between_axes_of_equal_voxel_size(
     datasets = [{"path": "0", "coordinateTransformations": transforms}]
     group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": datasets}]
     write_array(tmp_path / "v.zarr/0", textured(SHAPE))
-    with caplog.at_level(logging.INFO, "vesuvius"), load(tmp_path / "v.zarr") as loader:
+    with caplog.at_level(logging.INFO, "vesuvius"), load(tmp_path / "v.zarr", normalize=False) as loader:
         found = {sample.augmentation.num_rot90 for batch in islice(loader, 20) for sample in batch.samples}
     assert found == ({0, 1, 2, 3} if turns else {0})
     assert ("not square in y and x" in caplog.text) != turns
@@ -187,7 +187,7 @@ def test_patches_turn_only_between_axes_of_equal_voxel_size(
 
 
 def test_patches_that_are_not_square_are_mirrored_but_not_rotated(volume: Path) -> None:
-    with load(volume, patch_size=[8, 16, 24]) as loader:
+    with load(volume, patch_size=[8, 16, 24], normalize=False) as loader:
         symmetries = [sample.augmentation for batch in islice(loader, 16) for sample in batch.samples]
     assert {symmetry.num_rot90 for symmetry in symmetries} == {0}
     assert len(set(symmetries)) == 8
@@ -555,16 +555,17 @@ def test_an_open_volume_behaves_like_an_array(volume: Path) -> None:
 def test_volumes_and_labels_by_pattern_give_the_batches_of_their_lists(tmp_path: Path) -> None:
     names = [f"{name}.zarr" for name in "bac"]
     for seed, name in enumerate(names):
-        write_array(tmp_path / "images" / name, textured(SHAPE, seed))
-        write_array(tmp_path / "labels" / name.replace(".", "_target."), textured(SHAPE, seed) % 2)
+        write_array(tmp_path / "images" / name, scan := textured((32, 48, 48), seed))
+        write_array(tmp_path / "labels" / name.replace(".", "_target."), scan % 2)
     images, labels = tmp_path / "images/*.zarr", tmp_path / "labels/{name}_target.zarr"
     (tmp_path / "volumes.yaml").write_text("- {path: images/*.zarr, labels: 'labels/{name}_target.zarr'}")
     names.sort()
-    lists = {"labels": [tmp_path / "labels" / name.replace(".", "_target.") for name in names]}
-    listed = load(*[tmp_path / "images" / name for name in names], batches_per_epoch=6, **lists)
-    matched = load(images, labels=labels, batches_per_epoch=6)
-    mapped = load([VolumeConfig(path=images)], labels=str(labels), batches_per_epoch=6)
-    with listed, matched, mapped, load(tmp_path / "volumes.yaml", batches_per_epoch=6) as filed:
+    labels_listed = [tmp_path / "labels" / name.replace(".", "_target.") for name in names]
+    raw: dict[str, Any] = {"batches_per_epoch": 6, "normalize": False}
+    listed = load(*[tmp_path / "images" / name for name in names], labels=labels_listed, **raw)
+    matched = load(images, labels=labels, **raw)
+    mapped = load([VolumeConfig(path=images)], labels=str(labels), **raw)
+    with listed, matched, mapped, load(tmp_path / "volumes.yaml", **raw) as filed:
         wanted = list(listed)
         assert {sample.volume for batch in wanted for sample in batch.samples} == {0, 1, 2}
         for other in (matched, mapped, filed):

@@ -158,7 +158,10 @@ class Reads(Dataset[list[int]]):
 
 
 @pytest.mark.parametrize("opened", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_worker_of_a_data_loader_or_a_forked_child_is_refused(volume: Path, opened: bool) -> None:
+def test_a_worker_of_a_data_loader_or_a_forked_child_is_refused(
+    volume: Path, opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # torch waits so long for the worker
     with (
         load(volume, batches_per_epoch=4) as loader,
         PatchStream(loader._job, StreamOptions(4, num_workers=0)) as stream,

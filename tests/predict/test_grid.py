@@ -87,7 +87,7 @@ def test_labels_of_another_grid_are_aligned_and_decoded_once(tmp_path: Path, dec
 def test_memory_depends_on_the_rows_of_tiles_not_on_their_number(tmp_path: Path) -> None:
     peaks = []
     for length in (48, 144):
-        scan = write_array(tmp_path / f"{length}.zarr", np.ones((length, 48, 48), np.float32), chunk=13)
+        scan = write_array(tmp_path / f"{length}.zarr", np.ones((length, 48, 48), np.float32), chunk=(13, 24, 24))
         loader = load(scan, patch_size=(16, 16, 16))
         tracemalloc.start()
         for _ in loader:
@@ -119,7 +119,7 @@ def test_images_and_labels_have_the_bits_of_those_of_the_loader(tmp_path: Path, 
     voxels = textured(SHAPE, dtype=dtype) if dtype != "bool" else textured(SHAPE) > 90
     scan = write_array(tmp_path / "scan.zarr", voxels)
     labels = write_array(tmp_path / "labels.zarr", textured(SHAPE, 1, "uint16"))
-    sizes: dict[str, Any] = {"patch_size": (8, 10, 10), "batch_size": 4, "device": "cpu"}
+    sizes: dict[str, Any] = {"patch_size": (8, 10, 10), "batch_size": 2, "device": "cpu"}
     for normalize in (True, (20.5, 77.25), False):
         options: dict[str, Any] = {"labels": labels, "normalize": normalize}
         with PatchLoader(scan, **sizes, **options, augment=False, num_workers=0, batches_per_epoch=1) as trained:

@@ -447,7 +447,7 @@ def _long_run(count: int) -> Iterator[dict[str, object]]:
 def test_a_long_run_fits_a_small_page(tmp_path: Path, count: int) -> None:
     """Below 2 MB, with every step and the largest loss."""
     run = tmp_path / "tiny"
-    metrics = [*_long_run(count), *(write_preview(run, n, (700, 400)) for n in range(1, 9))]
+    metrics = [*_long_run(count), *(write_preview(run, n, (700, 400)) for n in range(1, 6))]
     write_run(run, metrics, (system(n, used_gib=1 + n % 7) for n in range(1, count, 5)))
     assert command.report([str(run), "--out", str(tmp_path / "out")]) == EXIT_OK
     html = (tmp_path / "out" / "report.html").read_bytes()

@@ -311,7 +311,7 @@ def test_every_patch_contains_enough_foreground_at_the_resolution_of_its_map(
             put_sidecar(path / "0", coarse.astype(bool))
             options["patch_size"] = (16, 48, 48)  # of fewer starts
     prepared = prepare_data(0, data_config(server.url_of(path) if remote else path, min_foreground=0.4, **options))
-    shares = shares_of(prepared, textured(shape), mask, 24)
+    shares = shares_of(prepared, textured(shape), mask, 12)
     assert 0.4 <= min(shares) < 0.99
     assert qualifying_of(prepared) == qualifying_by_counting(prepared, mask, 0.4)
 

@@ -128,7 +128,7 @@ def test_processes_share_a_directory_within_a_tenth_of_its_limit_despite_kills(
     rng = random.Random(0)
     writers = [start(hammer, cache, seed, 10**9) for seed in range(4)]
     high_water = 0
-    for number in range(12):
+    for number in range(8):
         time.sleep(0.15 * rng.random())
         if number % 3 == 0:
             writers[0].kill()
