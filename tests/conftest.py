@@ -26,7 +26,7 @@ import yaml
 import zarr
 from hypothesis import settings
 
-from tests.support import fork_server, forked, orphans
+from tests.support import fork_server, forked, orphans, read_once
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import TINY_TRAINING, tiny_sections
@@ -246,10 +246,11 @@ def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork the readers of `volume verify`: a new process takes a second to import zarr."""
+def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork the readers of `volume verify`, as a new process takes a second to import zarr; read states once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "multiprocessing", forked.STAND_IN)
+        read_once.read_states_once(patch)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
         yield
 
