@@ -48,10 +48,13 @@ SAME = [
 ]
 
 
-def compared(config: Path, source: Path, *overrides: str) -> tuple[bool, str]:
-    """Whether a new run accepts the weights, and what is said."""
+def facts_of_a_run() -> DataFacts:
     state = next(Path("runs").rglob("state.pt"))
-    facts = DataFacts.from_state(load_state(state), state)
+    return DataFacts.from_state(load_state(state), state)
+
+
+def compared(config: Path, source: Path, facts: DataFacts, *overrides: str) -> tuple[bool, str]:
+    """Whether a new run accepts the weights, and what is said."""
     try:
         return True, "\n".join(compare_initial(source, read_config(config, overrides), facts))
     except ConfigError as error:
@@ -65,28 +68,30 @@ def test_keys_that_give_weights_their_meaning_are_refused_and_others_named(
     config = tiny_config("first", model=MODEL, diffusion=diffusion, training={"max_steps": 1})
     assert vesuvius_train(config) == 0
     (checkpoint,) = Path("runs/first/checkpoints").glob("step_*")
-    source = checkpoint / "model.safetensors"
+    source, facts = checkpoint / "model.safetensors", facts_of_a_run()
     for overrides, line in REFUSED.items():
-        accepted, said = compared(config, source, *overrides)
+        accepted, said = compared(config, source, facts, *overrides)
         assert not accepted, overrides
         assert line in said
     for overrides, line in NAMED.items():
-        accepted, said = compared(config, source, *overrides)
+        accepted, said = compared(config, source, facts, *overrides)
         assert accepted, said
         assert line in said
     for overrides in SAME:
-        assert compared(config, source, *overrides) == (True, ""), overrides
+        assert compared(config, source, facts, *overrides) == (True, ""), overrides
     both = tmp_path / "both"
     both.mkdir()
     for name in ("model.safetensors", "config.yaml"):
         shutil.copy(checkpoint / name, both)
     source = both / "model.safetensors"
-    assert not compared(config, source, "diffusion.noise=linear")[0]
+    assert not compared(config, source, facts, "diffusion.noise=linear")[0]
     for text in ("architectures: [of another project]", "- a list", "{"):
         (both / "config.yaml").write_text(text)
-        assert "comes without the config of its run (" in compared(config, source, "diffusion.noise=linear")[1]
+        assert "comes without the config of its run (" in compared(config, source, facts, "diffusion.noise=linear")[1]
     (both / "config.yaml").unlink()
-    assert "comes without the config of its run; make sure" in compared(config, source, "diffusion.noise=linear")[1]
+    assert (
+        "comes without the config of its run; make sure" in compared(config, source, facts, "diffusion.noise=linear")[1]
+    )
 
 
 @pytest.mark.long

@@ -137,12 +137,11 @@ def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) ->
 
 
 def test_the_order_of_samples_does_not_depend_on_the_micro_batch(tiny_config: WriteConfig) -> None:
-    for name, cut in {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}.items():
+    for name, cut in {"2x2": (2, 2), "4x1": (4, 1)}.items():
         training = {"train_batch_size": cut[0], "accumulate_steps": cut[1], "max_steps": 2}
         assert vesuvius_train(tiny_config(name, training=training)) == 0
-    losses = [[s["loss"] for s in steps_of(name)] for name in ("1x4", "2x2", "4x1")]
+    losses = [[s["loss"] for s in steps_of(name)] for name in ("2x2", "4x1")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # float32 sums in another order
-    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
 
 BAD_DATA = [
