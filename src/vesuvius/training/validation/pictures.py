@@ -263,7 +263,7 @@ def make_preview(
         # one at a time, because a batch could need more memory than a training step
         generated = [draw(row) for row in rows]
         columns |= {given: shown, name: generated} if shown else {name: generated}
-        if shown and config.learns_without_condition:
+        if shown and config.diffusion.condition_dropout > 0:
             columns[f"generated without {given}"] = without = [draw(row, with_condition=False) for row in rows]
     except StoppedError:
         return None
