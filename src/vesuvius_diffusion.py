@@ -2,13 +2,14 @@
 environment overwrite each other's files.
 """
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 
 
-def main() -> int:
-    """Run `vesuvius`.  Returns the exit code; 2 if `import vesuvius` would find another package, which is not run."""
+def main(module: str = "vesuvius.commands.cli") -> int:
+    """Run the `main` of a module.  Returns its exit code; 2, at once, if `import vesuvius` finds another package."""
     spec = importlib.util.find_spec("vesuvius")
     found = (spec and (spec.origin or "; ".join(spec.submodule_search_locations or ()))) or "nothing"
     try:
@@ -23,9 +24,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    from vesuvius.commands.cli import main as run
-
-    return run()
+    exit_code: int = importlib.import_module(module).main()
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def notes_of(version: str, changelog: str) -> str:
-    """Return the section of a version.  Raises ValueError: it has none, no date, or unreleased lines stand above it."""
-    title = re.search(rf"^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+def notes_of(version: str, changelog: str) -> tuple[str, str]:
+    """Return the date and the section of a version.  Raises ValueError: it has none, or lines are unreleased."""
+    title = re.search(rf"^## {re.escape(version)} - (\d{{4}}-\d\d-\d\d)$\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     if title is None:
         raise ValueError(f'CHANGELOG.md has no "## {version} - YYYY-MM-DD"; give "Unreleased" the version and the date')
     unreleased = re.search(r"^## Unreleased\n(.*?)(?=^## )", changelog, re.M | re.S)
     if unreleased and unreleased[1].strip():
         raise ValueError('CHANGELOG.md has lines under "Unreleased"; move them to the version')
-    return title[1].strip()
+    return title[1], title[2].strip()
 
 
 def main(tag: str) -> str:
@@ -42,7 +42,10 @@ def main(tag: str) -> str:
     for file, version in versions().items():
         if tag != f"v{version}":
             raise ValueError(f"The tag {tag} does not fit {file}, which has version {version}; tag v{version}")
-    return notes_of(tag.removeprefix("v"), (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    date, notes = notes_of(tag.removeprefix("v"), (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    if f"date-released: {date}" not in (ROOT / "CITATION.cff").read_text(encoding="utf-8"):
+        raise ValueError(f"CITATION.cff has another date than CHANGELOG.md: date-released is to be {date}")
+    return notes
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import sys
 
-from vesuvius.commands.cli import main
+from vesuvius_diffusion import main
 
 if __name__ == "__main__":
     sys.exit(main())

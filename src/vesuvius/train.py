@@ -1,6 +1,8 @@
 """`python -m vesuvius.train`: the same as `vesuvius train`."""
 
-from vesuvius.commands.train import main
+import sys
+
+from vesuvius_diffusion import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main("vesuvius.commands.train"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 from tests.conftest import REPOSITORY
 
 
-def run(folder: Path, *first: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *first: Path, module: str = "vesuvius_diffusion") -> subprocess.CompletedProcess[str]:
     """`vesuvius --version` with folders at the front of sys.path."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*first, REPOSITORY / "src"]))}
-    command = [sys.executable, "-m", "vesuvius_diffusion", "--version"]
+    command = [sys.executable, "-m", module, "--version"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -26,6 +27,14 @@ def test_the_command_names_the_package_that_import_finds_in_one_line(tmp_path: P
     done = run(tmp_path, other.parent)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"finds {other / '__init__.py'}, which is not vesuvius-diffusion" in done.stderr
+    # Overwritten in part: the other `__init__.py` between our modules.
+    mixed = tmp_path / "mixed"
+    shutil.copytree(REPOSITORY / "src/vesuvius", mixed / "vesuvius", ignore=shutil.ignore_patterns("__pycache__"))
+    (mixed / "vesuvius/__init__.py").write_text("")
+    for module in ("vesuvius", "vesuvius.train"):
+        done = run(tmp_path, mixed, module=module)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert f"finds {mixed / 'vesuvius/__init__.py'}, which is not vesuvius-diffusion" in done.stderr
     # After both were uninstalled, or one over the other: the modules are there, `__init__.py` is not.
     src = tmp_path / "src"
     (src / "vesuvius").mkdir(parents=True)

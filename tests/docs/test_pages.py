@@ -91,6 +91,16 @@ def test_the_config_keys_in_pages_exist_and_their_shell_scripts_can_be_parsed() 
                 subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
 
 
+def test_links_between_files_exist_in_the_checkout_too() -> None:
+    """`make docs` checks them on the site, on which docs/ is the root."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for page in map(REPOSITORY.joinpath, listed.stdout.split()):
+        for link in re.findall(
+            r"\]\((?!https?:|mailto:|#)([^)#\s]+)", re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+        ):
+            assert (page.parent / link).exists(), f"{page.relative_to(REPOSITORY)}: {link}"
+
+
 @pytest.fixture(scope="module")
 def after_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder after all commands of the user guide, from the first to the last."""

@@ -107,9 +107,8 @@ def test_only_a_tag_that_is_the_version_of_every_file_is_released(
     for name in release_notes.versions():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
-    changelog = (
-        f"# Changelog\n\n## Unreleased\n\n## {version} - 2026-11-29\n\n- one\n\n## 0.0.1 - 2026-01-01\n\n- old\n"
-    )
+    date = re.search(r"date-released: (.*)", (REPOSITORY / "CITATION.cff").read_text())[1]  # type: ignore[index]
+    changelog = f"# Changelog\n\n## Unreleased\n\n## {version} - {date}\n\n- one\n\n## 0.0.1 - 2026-01-01\n\n- old\n"
     (tmp_path / "CHANGELOG.md").write_text(changelog)
     monkeypatch.setattr(release_notes, "ROOT", tmp_path)
     assert release_notes.main(f"v{version}") == "- one"
@@ -118,7 +117,8 @@ def test_only_a_tag_that_is_the_version_of_every_file_is_released(
             release_notes.main(tag)
     for old, new, words in (
         ("## Unreleased\n", "## Unreleased\n\n- more\n", "lines under"),
-        (f"## {version} - 2026-11-29", f"## {version}", "YYYY-MM-DD"),
+        (f"## {version} - {date}", f"## {version}", "YYYY-MM-DD"),
+        (f"## {version} - {date}", f"## {version} - 2026-01-02", "date-released is to be 2026-01-02"),
     ):
         (tmp_path / "CHANGELOG.md").write_text(changelog.replace(old, new))
         with pytest.raises(ValueError, match=words):

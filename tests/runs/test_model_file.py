@@ -322,7 +322,8 @@ def test_a_network_of_terabytes_is_refused_before_it_takes_memory(
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"format": 2}, "its format is 2"),
+        ({"format": 2}, "its format is 2.*, or a newer one"),
+        ({"format": 0}, "its format is 0.*that wrote it$"),
         ({"volumes": 3}, "Cannot read the model"),
         ({"volumes": []}, "Cannot read the model"),
         ({"volumes": [VOLUME | {"condition_factors": ["1/0"] * 3}]}, "does not describe its training data"),

@@ -105,7 +105,7 @@ def test_reads_are_concurrent_up_to_the_limit(server: ChunkServer, tmp_path: Pat
 ADDRESSES = [
     (
         "ftp://host/v.zarr",
-        "Cannot open ftp://host/v.zarr: a volume is a folder or an address of http, https, hf, s3, gs, az",
+        "Cannot open ftp://host/v.zarr: ftp is not http, https, hf, s3, gs, az in lower case",
     ),
     ("s3://", "Cannot open s3://: no bucket; check the address and the variables AWS_"),
     ("http://", "Cannot open http://: .*; check the address"),

@@ -76,7 +76,8 @@ def read_model_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(header[_OWN])
         if (written := state["format"]) != FORMAT:
-            remedy = "use the version of vesuvius that wrote it, or a newer one"
+            newer = ", or a newer one" if isinstance(written, int) and written > FORMAT else ""
+            remedy = f"use the version of vesuvius that wrote it{newer}"
             raise StorageError(f"Cannot read the model {path}: its format is {written}, not {FORMAT}; {remedy}")
         described = _Description.model_validate(state).model_dump()
         return described | {"spectrum": described["spectrum"] | {"power": power}}

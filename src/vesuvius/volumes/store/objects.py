@@ -143,8 +143,8 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
     scheme, _, rest = address.partition("://")
     if scheme not in (*_WEB, *_BUCKETS):
         raise DataError(
-            f"Cannot open {address}: a volume is a folder or an address of {', '.join([*_WEB, *_BUCKETS])}; copy it to "
-            "one of them"
+            f"Cannot open {address}: {scheme} is not {', '.join([*_WEB, *_BUCKETS])} in lower case; correct it, or "
+            "copy what is there to one of them or to a folder"
         )
     signing = find_signing(address, config.anonymous)
     options: dict[str, Any] = {
