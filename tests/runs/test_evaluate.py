@@ -92,7 +92,9 @@ def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("array", marks=pytest.mark.long), "float"])
-def test_samples_of_other_programs_are_evaluated_in_intensities(tmp_path: Path, kind: str) -> None:
+def test_samples_of_other_programs_are_evaluated_in_intensities(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)
     path = tmp_path / ("samples.zarr" if kind == "array" else "samples.npy")
@@ -102,6 +104,7 @@ def test_samples_of_other_programs_are_evaluated_in_intensities(tmp_path: Path, 
         np.save(path, patches + 0.3)
     assert evaluates("shown", "--generated", path, "--out", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
+    assert "positions of the conditions of these samples are unknown" in capsys.readouterr().out.splitlines()[-2]
     metric: dict[str, Any] = found["figures"]["histogram_distance"]
     assert not metric["differs"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vesuvius.config import AugmentConfig
 from vesuvius.generate.evaluate import copies
 from vesuvius.generate.evaluate import metrics as module
-from vesuvius.generate.evaluate.classifiers import patch_features
+from vesuvius.generate.evaluate.classifiers import kernel_scores, patch_features
 from vesuvius.generate.evaluate.copies import nearest_distances
 from vesuvius.generate.evaluate.distances import frechet_distances
 from vesuvius.generate.evaluate.evaluate import evaluation_page, metric_table, plain, verdict
@@ -198,18 +198,36 @@ def test_samples_with_held_out_conditions_are_tested_on_unseen_locations() -> No
     shown, held_out = every.rows(range(40)), every.rows(range(40, 80))
     assert shown.is_conditional
     shown = replace(shown, side=disjoint_sides(shown.locations, PATCH, 40))
-    found = folds(shown, held_out)
+    found = folds(shown, [held_out])
     assert len(found) == 2
-    for train, test, real in found:
+    for train, test, (real,) in found:
         assert shown.locations is not None
         assert held_out.locations is not None
         for rows, places in ((test, shown.locations), (real, held_out.locations)):
             apart = abs(shown.locations[train][:, None] - places[rows][None]) >= (1, *PATCH)
             assert apart.any(2).all()
     free = patch_set(np.zeros((40, *PATCH), np.float32))
-    assert [(len(a), len(b), len(c), len(set(a) & set(b))) for a, b, c in folds(free, held_out)] == [
+    assert [(len(a), len(b), len(c), len(set(a) & set(b))) for a, b, (c,) in folds(free, [held_out])] == [
         (20, 20, 40, 0)
     ] * 2
+
+
+def test_samples_from_anywhere_differ_only_if_they_differ_from_training_and_from_held_out_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Held-out structures are others: against training patches alone, real ones would differ."""
+    monkeypatch.setattr(module, "_EXCHANGES", 99)
+    rng, blank = np.random.default_rng(0), patch_set(np.zeros((64, *PATCH), np.float32))
+    trained, side_1, held_out = (rng.normal(mean, size=(64, 1)) for mean in (0, 0, 2))
+    found = {}
+    for name, mean in {"training": 0, "held out": 2, "defect": 5}.items():
+        drawn = rng.normal(mean, size=(64, 1))
+        for reals in ([side_1], [side_1, held_out]):
+            shown = [trained, drawn, *reals]
+            (metric,) = classifier_auc([blank] * len(reals), blank, shown, kernel_scores, [("auc", "")])
+            found[name, len(reals)] = metric.differs
+    assert [found[name, 2] for name in ("training", "held out", "defect")] == [False, False, True]
+    assert found["held out", 1], "the classifier sees the other structures"
 
 
 def knows_by_heart(train: tuple[Voxels, Voxels], tests: tuple[Voxels, ...]) -> tuple[NDArray[np.float64], ...]:
@@ -243,8 +261,8 @@ def test_the_auc_of_equal_sets_is_about_a_half_even_if_patches_overlap() -> None
         training, second = (every.rows(np.flatnonzero(side == k)[:40]) for k in (0, 1))
         other = overlapping(drawn, 40, rng)
         other = replace(other, locations=other.locations - (1, 0, 0, 0))
-        shown = [each.values for each in (second, training, other)]
-        found += classifier_auc(second, other, shown, knows_by_heart, [("auc", "")])
+        shown = [each.values for each in (training, other, second)]
+        found += classifier_auc([second], other, shown, knows_by_heart, [("auc", "")])
     found = [each for each in found if math.isfinite(each.distance)]
     values = np.array([each.distance for each in found])
     assert len(found) > 12

@@ -54,9 +54,8 @@ _SEARCHED = (
     "patches."
 )
 _NO_PLACES = (
-    "The positions of the conditions of these samples are unknown. In the training part, the AUC may be too low: "
-    "samples resemble the patches that the classifier learns as real (real patches in their place: 0.40 to 0.50). Held "
-    "out, it may be too high: they show other structures (0.56 to 0.77)."
+    "The positions of the conditions of these samples are unknown, so the classifiers test them against training and "
+    "held-out patches, and the smaller AUC counts."
 )
 
 
@@ -94,11 +93,11 @@ def evaluate(
     path = path or _samples(replace(asked, checkpoint=info.checkpoint), info, on_step)
     generated = generated_set(open_generated(path, *where), source, config.has_condition)
     volume = open_array(path) if generated.is_cut else None
-    comparison = compare(generated, real, source.data.plan.augment, classifier_steps, volume)
+    unknown = config.has_condition and not generated.is_conditional
+    comparison = compare(generated, real, source.data.plan.augment, classifier_steps, volume, from_anywhere=unknown)
     searched = sum(region.size for region in real.searched) / real.training_voxels
-    notes = [_SEARCHED.format(format_percent(min(1.0, searched)))]
-    if config.has_condition and not generated.is_conditional:
-        notes.append(_NO_PLACES)
+    caveats = [_NO_PLACES] * unknown
+    notes = [_SEARCHED.format(format_percent(min(1.0, searched))), *caveats]
     described = {
         "checkpoint": str(info.checkpoint),
         "step": str(info.step),
@@ -116,7 +115,7 @@ def evaluate(
         rows = {"generated": generated.values, "real": real.held_out.values}
         picture = _montage(staged, rows, config.name, info.data.volumes[asked.volume_index].voxel_size_um)
         page.write_page(staged, NAME, page.render_html([report], page.made_by(command), [picture]))
-    return folder, f"{report.tables[0].text}\n\n{report.headline}"
+    return folder, "\n".join((f"{report.tables[0].text}\n", report.headline, *caveats))
 
 
 def evaluation_page(

@@ -91,19 +91,26 @@ class Comparison:
 
 
 def compare(
-    generated: PatchSet, real: RealPatches, augment: AugmentConfig, classifier_steps: Sequence[int], volume: Any = None
+    generated: PatchSet,
+    real: RealPatches,
+    augment: AugmentConfig,
+    classifier_steps: Sequence[int],
+    volume: Any = None,
+    *,
+    from_anywhere: bool = False,
 ) -> Comparison:
     """Measure all metrics; copies are searched in the symmetries of `augment`, and seams in a generated `volume`.
 
     The classifiers learn real patches from the first of `real.sides` and are tested on the second: held-out patches may
-    show other structures, so that the AUC of a perfect model would not be 0.5.
+    show other structures, so that the AUC of a perfect model would not be 0.5.  Samples with held-out conditions are
+    tested against held-out patches; those with conditions `from_anywhere` must differ from both.
     """
     held_out = real.held_out
     equal = np.arange(min(len(real.training), len(generated)))  # the floor of biased distances depends on the number
     sets = {"generated": generated, "held_out": held_out, "training": real.training.rows(equal)}
     every = sets | {"side 0": real.sides[0], "side 1": real.sides[1]}
-    # samples with held-out conditions are compared with the held-out patches
-    train_real, test_real = (real.sides[0], held_out) if generated.is_conditional else real.sides
+    tested = ["held_out"] if generated.is_conditional else ["side 1", *["held_out"] * from_anywhere]
+    test_real = [every[name] for name in tested]
     # One thread per core with its own small tensors is twice as fast as torch's threads.
     with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -119,13 +126,11 @@ def compare(
             train = partial(two_sample_scores, efforts=classifier_steps)
             named = [(f"auc_{steps}" if n else "auc", f"classifier AUC at {steps} steps")
                      for n, steps in enumerate(classifier_steps)]  # fmt: skip
-            shown = [each.values for each in (test_real, train_real, generated)]
+            shown = [each.values for each in (real.sides[0], generated, *test_real)]
             aucs = classifier_auc(test_real, generated, shown, train, named, pool.map)
             features = {name: np.stack(list(each)) for name, each in described.items()}
             parts = {name: list(each) for name, each in measured.items()}
-        shown = [
-            features[name] for name in ("held_out" if generated.is_conditional else "side 1", "side 0", "generated")
-        ]
+        shown = [features[name] for name in ("side 0", "generated", *tested)]
         named = [("features_auc", "AUC of fixed features")]
         aucs += classifier_auc(test_real, generated, shown, kernel_scores, named)
         metrics = _textures(parts, generated.groups(), sets["training"].groups())
@@ -257,44 +262,48 @@ def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -
 
 
 def classifier_auc(
-    real: PatchSet,
+    reals: Sequence[PatchSet],
     other: PatchSet,
     shown: Sequence[NDArray[Any]],
     scores: Callable[[tuple[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], ...]], tuple[Floats, ...]],
     named: Sequence[tuple[str, str]],
     run: Callable[..., Iterable[Any]] = map,
 ) -> list[Metric]:
-    """Train two classifiers, each on one side of `other`, and test each on the other side and on `real` patches.
+    """Train two classifiers, each on one side of `other`, and test each on the other side and on patches of `reals`.
 
-    An AUC is the mean of both; p is the smaller one, corrected for two tests.  NaN if `other` has no two sides that
-    share no voxel.  `shown` is the classifier's input: `real`, real patches to train on, which share no voxel with
-    them, and `other`.  `scores` trains on real and other patches and scores how real each test patch looks: [N], or
-    [efforts, N] for a family of metrics.  `named` are their keys and names.
+    An AUC is the mean of both; p is the smaller one, corrected for two tests.  Of several `reals` the set that is least
+    unlike `other` counts.  NaN if `other` has no two sides that share no voxel.  `shown` is the classifier's input:
+    real patches to train on, which share no voxel with `reals`, then `other` and `reals`.  `scores` trains on real and
+    other patches and scores how real each test patch looks: [N], or [efforts, N] for a family of metrics.  `named` are
+    their keys and names.
     """
-    areas, chances, tests = [], [], folds(other, real)
-    trains = [(shown[1], shown[2][train]) for train, _, _ in tests]
-    inputs = [(shown[0][rows], shown[2][test]) for _, test, rows in tests]
+    areas, chances, tests = [], [], folds(other, reals)
+    trains = [(shown[0], shown[1][train]) for train, _, _ in tests]
+    inputs = [(*(s[r] for s, r in zip(shown[2:], rows, strict=True)), shown[1][test]) for _, test, rows in tests]
     for (_, test, rows), found in zip(tests, run(scores, trains, inputs), strict=True):
-        efforts = list(zip(*map(np.atleast_2d, found), strict=True))
-        pooled = [np.concatenate(each) for each in efforts]
-        # Wider groups, because overlapping patches on both sides of a border have similar scores: of equal sets cut
-        # from two volumes, 3 % differ significantly with groups of three patches, 8 % with groups of two.
-        groups = real.groups(3)[rows], other.groups(3)[test]
-        by_chance = [[area_under_curve(p[side], p[~side]) for p in pooled] for side in permutations(*groups)]
-        areas.append([area_under_curve(*each) for each in efforts])
-        chances.append(family_p(areas[-1], by_chance))
+        *others, drawn = map(np.atleast_2d, found)
+        for real, chosen, each in zip(reals, rows, others, strict=True):
+            # Wider groups, because overlapping patches on both sides of a border have similar scores: of equal sets cut
+            # from two volumes, 3 % differ significantly with groups of three patches, 8 % with groups of two.
+            groups = real.groups(3)[chosen], other.groups(3)[test]
+            pooled = np.concatenate([each, drawn], 1)
+            by_chance = [[area_under_curve(p[side], p[~side]) for p in pooled] for side in permutations(*groups)]
+            areas.append([area_under_curve(*pair) for pair in zip(each, drawn, strict=True)])
+            chances.append(family_p(areas[-1], by_chance))
+    # [folds, reals, efforts]
+    area, chance = (np.reshape(each, (len(tests), len(reals), len(named))) for each in (areas, chances))
     metrics, weak = [], "" if len(other) >= _ENOUGH else f", {len(other)} samples: weak test"
     for column, (key, name) in enumerate(named):
-        area = float(np.mean([each[column] for each in areas])) if areas else math.nan
-        known = [each[column] for each in chances if math.isfinite(each[column])]
+        mean = float(area[:, :, column].mean(0).min()) if tests else math.nan
+        known = [p for p in chance[:, :, column].max(1) if math.isfinite(p)]
         note = f"a lower bound{weak}" if known else "too few disjoint patches"
-        p = min(1.0, len(known) * min(known)) if known else math.nan
-        metrics.append(Metric(key, name, {}, area, 0.5, p, note))
+        p = min(1.0, len(known) * float(min(known))) if known else math.nan
+        metrics.append(Metric(key, name, {}, mean, 0.5, p, note))
     return metrics
 
 
-def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
-    """Return rows of `other` to train on, rows of `other` to test on, and real rows to test on, for each fold.
+def folds(other: PatchSet, reals: Sequence[PatchSet]) -> list[tuple[Ints, Ints, list[Ints]]]:
+    """Return rows of `other` to train on, rows of `other` to test on, and rows of each of `reals`, for each fold.
 
     Test rows, also real ones, share no voxel with training rows: a patch generated from held-out labels shows the same
     structures as the real patch.
@@ -302,8 +311,8 @@ def folds(other: PatchSet, real: PatchSet) -> list[tuple[Ints, Ints, Ints]]:
     found = []
     for k in (0, 1):
         train, test = np.flatnonzero(other.side == k), np.flatnonzero(other.side == 1 - k)
-        rows = np.flatnonzero(~share_voxels(real, other.rows(train)).any(1))
-        if min(len(train), len(test), len(rows)) >= _LEAST_TEST:
+        rows = [np.flatnonzero(~share_voxels(real, other.rows(train)).any(1)) for real in reals]
+        if min(map(len, (train, test, *rows))) >= _LEAST_TEST:
             found.append((train, test, rows))
     return found
 
