@@ -317,7 +317,7 @@ def test_summary_and_table_agree_on_every_metric() -> None:
         Metric("copies", "five", {}, 0.3, None, 0.5),
     ]
     said = verdict(Comparison(tuple(metrics), {}))
-    assert said.startswith("Generated patches fail 2 of 5 metrics: one, two (unknown: four).")
+    assert said.startswith("Generated patches fail 2 of 4 metrics: one, two (unknown: four).")
     assert said.endswith("No sign of memorization in the training voxels that were searched.")
     assert [row[1] for row in metric_table(metrics).rows] == [
         "✗ differs", "✗ differs", "✓ no difference; too few", "? unknown",

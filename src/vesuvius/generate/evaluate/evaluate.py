@@ -176,7 +176,7 @@ def verdict(comparison: Comparison) -> str:
     measured = len(metrics) - len(unknown)
     found = f"Generated patches pass all {measured} metrics" if measured else "No metric could be measured"
     if failed:
-        found = f"Generated patches fail {len(failed)} of {len(metrics)} metrics: {', '.join(failed)}"
+        found = f"Generated patches fail {len(failed)} of {measured} metrics: {', '.join(failed)}"
     found += f" (unknown: {', '.join(unknown)})." if unknown else "."
     copies = next(metric for metric in metrics if metric.key == COPIES)
     if copies.differs:
