@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.generate.evaluate.test_metrics import scroll
+from vesuvius.errors import ConfigError
 from vesuvius.generate.evaluate.metrics import _seams
 from vesuvius.generate.evaluate.seams import find_seams, plane_changes
 
@@ -58,5 +59,14 @@ def test_changes_are_those_of_neighboring_planes_and_flat_volumes_are_unknown() 
         difference = np.diff(volume.astype(float), axis=axis)
         np.testing.assert_allclose(change, (difference**2).mean(tuple({0, 1, 2} - {axis})), rtol=1e-5)
     flat = _seams(np.ones((32, 32, 32), np.uint8), scroll(0))
-    assert flat.reading == "unknown"
+    assert (flat.reading, flat.note) == ("unknown", "flat, or too few planes")
     assert np.isnan(find_seams(plane_changes(np.ones((3, 3, 3)))).ratio)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_voxel_that_is_not_finite_ends_the_evaluation_of_a_volume(value: float) -> None:
+    """Patches cut at random rarely hold it, and all planes' changes would be unknown."""
+    volume = scroll(0)
+    volume[3, 5, 7] = value
+    with pytest.raises(ConfigError, match="generated volume contains NaN or infinity"):
+        _seams(volume, scroll(1))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import AugmentConfig
+from vesuvius.errors import ConfigError
 from vesuvius.generate.evaluate.classifiers import area_under_curve, kernel_scores, patch_features, two_sample_scores
 from vesuvius.generate.evaluate.copies import nearest_distances
 from vesuvius.generate.evaluate.distances import KernelDistance, frechet_distances, whitened
@@ -103,7 +104,8 @@ def compare(
 
     The classifiers learn real patches from the first of `real.sides` and are tested on the second: held-out patches may
     show other structures, so that the AUC of a perfect model would not be 0.5.  Samples with held-out conditions are
-    tested against held-out patches; those with conditions `from_anywhere` must differ from both.
+    tested against held-out patches; those with conditions `from_anywhere` must differ from both.  Raises ConfigError if
+    the volume contains NaN.
     """
     held_out = real.held_out
     equal = np.arange(min(len(real.training), len(generated)))  # the floor of biased distances depends on the number
@@ -111,6 +113,7 @@ def compare(
     every = sets | {"side 0": real.sides[0], "side 1": real.sides[1]}
     tested = ["held_out"] if generated.is_conditional else ["side 1", *["held_out"] * from_anywhere]
     test_real = [every[name] for name in tested]
+    seams = [] if volume is None else [_seams(volume, max(real.searched, key=np.size))]  # first, as it may raise
     # One thread per core with its own small tensors is twice as fast as torch's threads.
     with one_thread():
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -136,10 +139,8 @@ def compare(
         metrics = _textures(parts, generated.groups(), sets["training"].groups())
         metrics += _fields(sets, {name: np.stack(list(each)) for name, each in structure.items()})
         metrics += _feature_distances(sets, features)
-    if volume is not None:
-        metrics.append(_seams(volume, max(real.searched, key=np.size)))
     copies = _copies(nearest[0].result(), nearest[1].result(), generated.groups(), held_out.groups())
-    return Comparison((*metrics, *aucs, copies), {name: combine_textures(each) for name, each in parts.items()})
+    return Comparison((*metrics, *seams, *aucs, copies), {name: combine_textures(each) for name, each in parts.items()})
 
 
 def permutations(one: Ints, other: Ints) -> Iterator[NDArray[np.bool_]]:
@@ -234,11 +235,16 @@ def _fields(sets: dict[str, PatchSet], sums: dict[str, Floats]) -> list[Metric]:
 
 def _seams(volume: Any, training: Voxels) -> Metric:
     """Return whether planes of a regular grid differ more from the next ones than those of a training volume do."""
-    found, real = (find_seams(plane_changes(each)) for each in (volume, training))
+    with np.errstate(invalid="ignore", over="ignore"):
+        changes = plane_changes(volume)
+    if not np.isfinite(np.concatenate(changes)).all():
+        raise ConfigError("The generated volume contains NaN or infinity; generate a new one, or replace them")
+    found, real = find_seams(changes), find_seams(plane_changes(training))
     scores = found.scores - real.scores
     (p,) = family_p([scores[0] if found.ratio > 0 else math.nan], scores[1:, None])
     values = {"generated": found.ratio, "training": real.ratio}
     note = f"every {found.period} voxels along {'zyx'[found.axis]}" if p < LEVEL else ""
+    note = "flat, or too few planes" if math.isnan(p) else note
     return Metric("seams", "change at seams", values, found.ratio - 1, real.ratio - 1, p, note)
 
 
