@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from contextlib import chdir
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from tests.stream.test_coarse_condition import upsampled
 from tests.support.runs import PATCH, assert_same_weights, train_in, write_config
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig, ConditionConfig, DataConfig, VolumeConfig
+from vesuvius.generate.common import resolve_checkpoint
 from vesuvius.generate.volume.inputs import InputConfig, Inputs
 from vesuvius.generate.volume.run import VolumeRequest, generate_volume, with_coarse
+from vesuvius.training.checkpoint.trained import CheckpointInfo
 from vesuvius.volume_tools.pyramid import downsample_mean, multiscale
 from vesuvius.volumes.box import box_at
 from vesuvius.volumes.geometry import Geometry
@@ -191,14 +194,24 @@ def test_with_context_one_command_draws_both_volumes_and_a_tile_sees_what_lies_b
 
 
 def test_coarse_first_is_refused_before_it_draws_and_takes_no_settings_of_a_guide(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = ",".join(map(str, FINE))
     assert draws("around", "folder", "--coarse", "coarse", "--shape", shape) == 2
     assert "does not end in .zarr" in capsys.readouterr().err
-    for coarse, message in (("none", "=none is neither"), ("fine", ": --condition is missing, but the model")):
+    for coarse, message in (("none", "=none is neither"), ("fine", ": trained with conditions; choose a run without")):
         assert draws("around", "folder.zarr", "--coarse", coarse, "--shape", shape) == 2
         assert re.search(f"ERROR --coarse.*{message}", capsys.readouterr().err)
+
+    def not_coarser(request: VolumeRequest) -> CheckpointInfo:
+        info = resolve_checkpoint(request)
+        drawn = tuple(replace(volume, voxel_size_um=(8.0,) * 3) for volume in info.data.volumes)
+        return replace(info, data=replace(info.data, volumes=drawn))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vesuvius.generate.volume.run.resolve_checkpoint", not_coarser)
+        assert draws("around", "folder.zarr", "--coarse", "coarse", "--shape", shape, "--dry-run") == 2
+    assert "makes voxels of 8x8x8 um, but the condition needs 16x16x16 um; choose" in capsys.readouterr().err
     assert not list(Path().glob("folder*"))
     (newest,) = Path("runs/around/checkpoints").glob("step_*")
     shutil.copytree(newest, "earlier")

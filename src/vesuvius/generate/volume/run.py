@@ -153,14 +153,21 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
     margin = [math.ceil(size * around / by) for size, by in zip(info.config.data.patch_size, factors, strict=True)]
     sizes = triple(math.ceil(size / by) + 2 * more for size, by, more in zip(shape, factors, margin, strict=True))
     start = triple(math.ceil(more * by) for more, by in zip(margin, factors, strict=True))
-    # without effect on the other network
     own = ["diffusion.sampler_guidance=", "diffusion.sampler_condition_noise="]
-    own += ["diffusion.residual_guidance"] * (request.guide is not None)
+    own += ["diffusion.residual_guidance"] * (request.guide is not None)  # without effect on the other network
     overrides = tuple(each for each in request.overrides if not each.startswith(tuple(own)))
     changes: dict[str, Any] = {"overrides": overrides, "guide": None, "volume_index": 0}
     inputs = InputConfig(condition=ArrayConfig(path=str(out)), box=box_at(start, shape))
     coarse = replace(request, checkpoint=checkpoint, out=out, shape_zyx=sizes, **changes)
     try:
+        first = resolve_checkpoint(coarse)
+        if first.config.has_condition and first.config.diffusion.sampler_guidance != 0:
+            raise ConfigError("trained with conditions; choose a run without, or draw its volume for --condition first")
+        drawn_um, um = first.data.volumes[0].voxel_size_um, info.data.volumes[request.volume_index].voxel_size_um
+        wanted_um = um and triple(size * float(by) for size, by in zip(um, factors, strict=True))
+        if drawn_um and wanted_um and not np.allclose(drawn_um, wanted_um, rtol=0.1):
+            what = "makes voxels of {} um, but the condition needs {} um; choose a run of that level"
+            raise ConfigError(what.format(*(format_sizes(f"{um:g}" for um in each) for each in (drawn_um, wanted_um))))
         with prepared(coarse):
             pass
     except ConfigError as error:
@@ -366,10 +373,8 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
     if inputs.mask is not None and inputs.inpaint is None:
         raise ConfigError("--mask has no effect without --inpaint; add --inpaint, or remove --mask")
     if inputs.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
-        without = ", or --guidance 0 to generate without" if config.learns_without_condition else ""
-        raise ConfigError(
-            f"--condition is missing, but the model was trained with conditions; add --condition VOLUME{without}"
-        )
+        remedy = "add --condition VOLUME" + ", or --guidance 0 to generate without" * config.learns_without_condition
+        raise ConfigError(f"--condition is missing, but the model was trained with conditions; {remedy}")
     if request.labels_out is not None and config.diffusion.sampler_guidance == 0:
         raise ConfigError("--guidance 0 ignores labels, so no pairs are written; remove it, or let --out end in .zarr")
     if inputs.instances is not None and request.instances_out is None:
