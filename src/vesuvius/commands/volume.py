@@ -223,7 +223,12 @@ _CHANGES: dict[str, tuple[float, Callable[[str], float], str, str]] = {
     "bend": (0.0, cli.number_from_0, "A", "deformation as long as half the box; root mean square displacement"),
     "thicken": (0.0, float, "V", "grow each instance into class 0; negative: shrink it"),
     "tear": (0, cli.natural, "N", "strips of 4 voxels cut across instances"),
-    "contact": (0.0, cli.number_from_0, "SHARE", "move instances until this share of neighboring pairs is --within"),
+    "contact": (
+        0.0,
+        cli.number_from_0,
+        "SHARE",
+        "bend instances until this share of the surface between neighbors is --within",
+    ),
     "within": (6.0, cli.number_from_0, "V", "gap between two instances that counts as contact; 0 = touching"),
 }
 
@@ -236,7 +241,7 @@ def add_relabel(commands: Commands) -> None:
         "voxels.  The result depends only on --seed, the labels and the options, and is computed in memory, about "
         "90 bytes a voxel.  Prints topology and contacts of before and after.",
         examples=(
-            "vesuvius volume relabel scan.labels.zarr new.zarr --instances scan.instances.zarr --deform 4 --contact 1",
+            "vesuvius volume relabel scan.labels.zarr new.zarr --instances scan.instances.zarr --contact 0.7",
             "vesuvius volume relabel bodies.zarr membranes.zarr --boundary --deform 4 --deform-length 24 --seed 1",
         ),
     )

@@ -24,9 +24,13 @@ Displacement = NDArray[np.float32]
 
 _LEAST_STRETCH = 0.1  # of the Jacobian determinant of a map; at 0 it folds
 _SLAB = 16  # z planes moved at once
-_ROUNDS = 8  # of counts and moves for contacts
+_ROUNDS = 16  # of counts and moves for contacts
+_PLACES = 100  # tried in each round, at least
+_LEAST_FOUND = 0.03  # of the places of a round, below which it is the last one
+_FACES_PER_COLUMN = 1.8
+_SLOPE = 0.5  # of the shift of a sheet that is pressed against another one, in voxels per voxel
+_RADII = (8.0, 24.0)  # voxels that it is shifted around a place
 _SPECK = 0.02  # largest share of an instance in a part that rounding cut off, which is given away
-_LEAST_RADIUS = 24.0  # voxels of the bump that a sheet is moved by
 _TRIES = 20  # places tried for each tear
 _TEAR_WIDTH = 4.0
 _VOXELS = 10_000
@@ -47,7 +51,7 @@ class Changes:
     bend: float = 0.0  # root mean square displacement of another one, as long as half the box
     thicken: float = 0.0  # instances grow by it into class 0; negative: they shrink
     tear: int = 0  # strips cut out across instances
-    contact: float = 0.0  # at least this share of pairs of neighbors comes within `within` voxels
+    contact: float = 0.0  # neighbors come within `within` voxels on at least this share of the surface between them
     within: float = 6.0
 
 
@@ -106,11 +110,8 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
         report = work.report(ids, before, (near, measures.facing(numbers)), changes.within)
-        pairs, reached = (report["instances"][1][name] for name in ("pairs", f"within_{changes.within:g}"))
-        if reached < changes.contact * pairs - 1e-9:
-            log.warning("%d of %d pairs came within %g voxels, fewer than --contact", reached, pairs, changes.within)
-        elif changes.contact and not pairs:
-            log.warning("no two instances are neighbors, so --contact changes nothing")
+        if changes.contact:
+            _tell_contacts(report["instances"], work.pressed, changes)
     if classes is not None and new_classes is not None:
         report["classes"] = _class_rows("before", classes) + _class_rows("after", new_classes)
     return Changed(new_classes, new_instances, report)
@@ -186,6 +187,7 @@ class _Work:
     known: dict[int, Topology]  # of each instance, as it is or should be
     torn: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)  # not thickened
+    pressed: int = 0  # places at which neighbors were brought together
 
     def clear(self, where: Mask) -> None:
         self.instances[where] = 0
@@ -257,58 +259,63 @@ class _Work:
         return False
 
     def bring_together(self, share: float, within: float, rng: np.random.Generator) -> None:
-        """Bend one instance of random pairs of neighbors towards the other, until enough pairs are near."""
-        failed = set[tuple[int, int]]()
+        """Press neighbors against each other at random places, until enough of the surface between them is near."""
         for _ in range(_ROUNDS):
-            found, used = measures.approaches(measures.facing(self.instances)), set[int]()
-            far = [pair for pair, (gap, _) in found.items() if gap > within and pair not in failed]
-            near = [pair for pair, (gap, _) in found.items() if gap <= within]
-            needed, settled = math.ceil(share * len(found) - 1e-9) - len(near), set(sum(near, ()))
-            for n in rng.permutation(len(far)):
-                if needed <= 0:
+            faces, gained, pressed = measures.facing(self.instances), 0.0, self.pressed
+            far = np.flatnonzero(faces.gaps > within)
+            needed = len(far) - (1 - share) * len(faces.gaps) - 1e-9
+            places = max(_PLACES, len(faces.gaps) // 1000)
+            for n in rng.choice(far, places) if needed > 0 else ():
+                ends = faces.ends[:, :, n][:: rng.choice((-1, 1))]
+                columns = self._press(ends, within, rng) or self._press(ends[::-1], within, rng)
+                gained += _FACES_PER_COLUMN * columns
+                self.pressed += columns > 0
+                if gained >= needed:
                     break
-                one, other = pair = far[n]
-                if used.intersection(pair):
-                    continue  # its nearest approach has moved
-                used.update(pair)
-                gap, ends = found[pair]
-                if (one in settled, rng.random()) > (other in settled, 0.5):  # a sheet that has a contact stays
-                    one, ends = other, ends[::-1]
-                by = gap - rng.uniform(0, max(0.0, within - 0.5))
-                if self._bend(one, ends, by, rng):
-                    needed -= 1
-                else:
-                    failed.add(pair)
-            if not used:
+            if self.pressed - pressed <= _LEAST_FOUND * places:
                 break
+        self.known = measures.topologies(self.instances)
 
-    def _bend(self, number: int, ends: NDArray[np.int32], by: float, rng: np.random.Generator) -> bool:
-        """Move an instance from one voxel to another by a smooth bump; False, and nothing moved, if that breaks it."""
-        start, direction = ends[0], (ends[1] - ends[0]) / np.linalg.norm(ends[1] - ends[0])
-        radius = max(4 * by, _LEAST_RADIUS) * rng.uniform(1, 2)  # above 1.54 `by`, so that the map does not fold
-        center = start + by * direction
-        box = _box(np.rint(center), math.ceil(radius), self.instances.shape)
-        grid = np.ogrid[box]
-        squares = sum(np.square(g - c) for g, c in zip(grid, center, strict=True))
-        bump = by * np.square(np.maximum(0, 1 - squares / radius**2))
-        source = tuple(
-            np.clip(np.rint(g - d * bump), 0, size - 1).astype(np.intp)
-            for g, d, size in zip(grid, direction, self.instances.shape, strict=True)
+    def _press(self, ends: NDArray[np.int32], within: float, rng: np.random.Generator) -> int:
+        """Shift columns of the instance at one voxel through free voxels, along the axis nearest to the other voxel.
+
+        Around the voxel it comes as near to what is ahead as a random gap up to `within`.  Returns how many more
+        columns have a near neighbor; 0, and nothing moved, if none, or if its topology would change.
+        """
+        number, step = self.instances[tuple(ends[0])], ends[1] - ends[0]
+        axis = int(abs(step).argmax())
+        turn, most = int(np.sign(step[axis])), 2 * (abs(step[axis]) - 1)
+        at, shape = (np.delete(of, axis).tolist() for of in (ends[0], self.instances.shape))
+        radius = most / (2 * _SLOPE) + rng.uniform(*_RADII)
+        box = _box(at, math.ceil(radius) + 1, shape)
+        instances, classes = (np.moveaxis(of, axis, 2)[box][..., ::turn] for of in (self.instances, self.classes))
+        parts, _ = ndimage.label(instances == number, np.ones((3, 3, 3)))
+        own = parts == parts[..., ::turn][(*(a - part.start for a, part in zip(at, box, strict=True)), ends[0][axis])]
+        there, size, z = own.any(2), own.shape[2], np.arange(own.shape[2])
+        first, last = own.argmax(2), size - 1 - own[..., ::-1].argmax(2)
+        busy = (instances != 0) | (classes != 0)
+        ahead, behind = busy & (z > last[..., None]), busy & (z < first[..., None])
+        front = np.where(ahead.any(2), ahead.argmax(2), size) - last - 1
+        back = first - np.where(behind.any(2), size - 1 - behind[..., ::-1].argmax(2), -1) - 1
+
+        near_axis = sum(np.square(g - c) for g, c in zip(np.ogrid[box], at, strict=True)) <= radius**2
+        movable = near_axis & (own.sum(2) == last - first + 1) & (first > 0)  # what a face cuts stays there
+        limit = np.where(movable, np.clip(front - rng.integers(int(within) + 1), 0, most), 0.0)
+        limit[~there] = np.inf
+        for _ in range(math.ceil(most / _SLOPE)):
+            limit = np.minimum(limit, ndimage.minimum_filter(limit, 3) + _SLOPE)
+        by = np.where(there, limit, 0).astype(np.intp)
+        sides = (front, ahead.any(2), -1), (back, behind.any(2), 1)
+        before, after = (
+            sum(np.count_nonzero(has & (gap + d * sign <= within)) for gap, has, sign in sides) for d in (0, by)
         )
-        here, classes = self.instances[box].copy(), self.classes[box].copy()
-        to = self.instances[source] == number
-        new = to & ((here == number) | ((here == 0) & (classes == 0)))
-        gone = (here == number) & ~to
-        new_classes = self.classes[source][new]
-        self.instances[box][gone] = self.classes[box][gone] = 0
-        self.instances[box][new], self.classes[box][new] = number, new_classes
-        whole = ndimage.find_objects(self.instances, number)[number - 1]
-        found = measures.topology(self.instances[whole] == number) if whole else None
-        if found and not _is_broken(self.known[number], found):
-            self.known[number] = found
-            return True
-        self.instances[box], self.classes[box] = here, classes
-        return False
+        source, mask = np.maximum(z - by[..., None], 0), instances == number
+        new, new_classes = (np.take_along_axis(of, source, 2) for of in (own, classes))
+        if number == 0 or after <= before or measures.topology(mask & ~own | new) != measures.topology(mask):
+            return 0
+        instances[own] = classes[own] = 0
+        instances[new], classes[new] = number, new_classes[new]
+        return int(after - before)
 
     def report(
         self, ids: Labels, before: dict[int, Topology], faces: tuple[Faces, Faces], within: float
@@ -333,6 +340,20 @@ class _Work:
             "other_parts": named(changed - self.torn),
             "not_thickened": named(self.kept),
         }
+
+
+def _tell_contacts(rows: Sequence[dict[str, Any]], pressed: int, changes: Changes) -> None:
+    """Log the share of the surface between neighbors that is near, before and after, and what --contact missed."""
+    before, after = (row["facing_within"] for row in rows)
+    text = f"of the surface between neighbors is within {changes.within:g} voxels, before {before:.1%}"
+    if not rows[1]["pairs"]:
+        log.warning("no two instances are neighbors, so --contact changes nothing")
+    elif after < changes.contact:
+        log.warning(f"{after:.1%} {text}; no place was found to bring more together, so try --thicken")
+    elif not pressed:
+        log.warning(f"{after:.1%} {text}; --contact changes nothing, so raise it or lower --within")
+    else:
+        log.info(f"{after:.1%} {text}")
 
 
 def _box(center: Sequence[int], radius: int, shape: Sequence[int]) -> tuple[slice, ...]:

@@ -64,7 +64,9 @@ def relabel_volume(
         if not (unfinished := [each for each in outs if not is_finished(each, record, RELABEL)]):
             report: dict[str, Any] = finished_record(out, RELABEL)["counts"]
             return report
-        log.info("changing %s voxels; about 2 s of a core per million", format_sizes(shape_of(box)))
+        log.info(
+            "changing %s voxels; about 2 s of a core per million, with --contact up to 40", format_sizes(shape_of(box))
+        )
         first, second = [*(volume.read(box) for volume in volumes.values()), None][:2]
         changed = change_labels(*((None, first) if boundary else (first, second)), changes, seed)
         new = [changed.classes, changed.instances]
