@@ -12,7 +12,7 @@ number of steps with
     aug      the same, mirrored and turned, with jittered intensities and noise
     warped   aug, half of the patches from elastically warped copies of the boxes (scan and labels)
     pairs    aug, half of the patches from scans that a diffusion model generated from the labels of `warped`
-    changed  as pairs, from labels that `vesuvius volume relabel` would write
+    changed  as pairs, from labels that `vesuvius volume relabel` would write, in contact with --contact
     guessed  aug, half of the patches from unlabeled scans with the walls that a U-Net of `aug` finds there
     redrawn  as pairs, from tiles of these walls
     all      aug, with labels everywhere in the training part, in patches with as many walls as the boxes
@@ -59,7 +59,7 @@ SAMPLER_STEPS, PAIRS = 16, 48
 GUIDANCE = 1.5
 GUESSED, CONTEXT = 96, 16  # slices of each unlabeled scan with guessed walls; more around the slab that is predicted
 WARP = 1.5  # root mean square displacement of a warped copy, voxels
-DEFORM, BEND = 2.0, 2.0  # of changed labels
+DEFORM, BEND, TOUCHING = 2.0, 2.0, 0.9  # of changed labels; the gap that counts as contact
 SEED_THRESHOLDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2)  # of the watershed
 
 Labeled = tuple[NDArray[np.uint8], Labels]  # scan and bodies
@@ -145,11 +145,14 @@ def train_model(
     return checkpoint
 
 
-def change(box: Labeled, kind: str, contact: float, seed: int) -> Labeled:
-    """Warp a box or change its labels, and cut a tile of PATCH^3; the scan fits `warped` labels only."""
+def change(box: Labeled, kind: str, contact: float, seed: int, shares: list[list[float]]) -> Labeled:
+    """Warp a box or change its labels (its scan then no longer fits), and cut a tile; `shares` gets its contacts."""
     rng, (voxels, ids) = np.random.default_rng((seed, 2)), box
     if kind == "changed":
-        ids = np.asarray(change_labels(None, ids, Changes(deform=DEFORM, bend=BEND, contact=contact), seed).instances)
+        changes = Changes(deform=DEFORM, bend=BEND, contact=contact, within=TOUCHING)
+        changed = change_labels(None, ids, changes, seed)
+        shares.append([row["facing_within"] for row in changed.report["instances"]])
+        ids = np.asarray(changed.instances)
     else:
         by = displacement(ids.shape, WARP, [PATCH / 2] * 3, rng)
         voxels, ids = moved(voxels, by), moved(ids, by)
@@ -205,10 +208,15 @@ class Study:
                 write_array(folder / f"box{number}.labels.zarr", classes_of(ids))
         return boxes
 
+    @functools.cache  # noqa: B019
     def tiles(self, count: int, kind: str) -> tuple[list[Labeled], Path]:
         """Return PAIRS tiles from N boxes, and a row of their classes."""
         boxes, path = self.labeled(count), self.out / f"n{count}" / f"{kind}.zarr"
-        tiles = [change(boxes[number % count], kind, self.contact, number) for number in range(PAIRS)]
+        shares = list[list[float]]()
+        tiles = [change(boxes[number % count], kind, self.contact, number, shares) for number in range(PAIRS)]
+        if shares:
+            write_json(path.with_suffix(".json"), shares)
+            print("in contact before and after:", np.mean(shares, 0), flush=True)
         if not path.exists():
             write_array(path, np.concatenate([classes_of(ids) for _, ids in tiles], 2))
         return tiles, path
@@ -360,7 +368,7 @@ def main() -> None:
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the segmenter")
     parser.add_argument("--guess", action="store_true", help="train the diffusion model with guessed walls, too")
-    parser.add_argument("--contact", type=float, default=0, help="share of bodies that `changed` brings together")
+    parser.add_argument("--contact", type=float, default=0, help="share of surfaces that `changed` brings together")
     parser.add_argument("--within", type=int, metavar="VOXELS", help="count fused bodies with gaps up to this")
     parser.add_argument("--picture", metavar="PNG", help="of the last N, once `pairs` has its seed 0")
     parser.add_argument("--table", action="store_true")
@@ -373,7 +381,7 @@ def main() -> None:
         settings |= {"guess": True} if args.guess else {}
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
-        if (old := json.loads(path.read_text())) != json.loads(json.dumps(settings)):
+        if (old := json.loads(path.read_text())) != settings | {"model_steps": list(args.model_steps)}:
             raise SystemExit(f"{out} has results of other settings, {old}, not {settings}; use another --out")
         study = Study(args, out)
         for count, seed, arm in ((n, seed, arm) for n in args.boxes for seed in args.seeds for arm in args.arms):
