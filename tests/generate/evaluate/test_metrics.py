@@ -125,6 +125,8 @@ def test_the_floor_is_that_of_as_many_training_patches_as_were_generated(
 ) -> None:
     """The Frechet distance of fewer patches is larger, so the floor of more patches would be too low."""
     assert twenty_copies[1] == [20, 20]
+    frechet = metrics(twenty_copies[0])["frechet"]
+    assert (frechet.reading, frechet.note[:16]) == ("unknown", "too few patches:"), "of 16 components"
 
 
 def test_only_copies_of_training_patches_are_called_memorized(twenty_copies: tuple[Comparison, list[int]]) -> None:

@@ -44,9 +44,11 @@ _HOW = (
     "rotated as in training. p: probability that some metric of a family is as far off if patches are swapped at "
     "random (overlapping ones together). A metric differs from real if p is below 5 %: so some metric does in about "
     "one of four tables of a perfect model. Metrics that cannot be measured are unknown. Chords and sheets are in "
-    "voxels, the Euler number is per million voxels. Distances: Wasserstein between histograms of model values and "
+    "voxels, the Euler number is per million voxels; the std of patch means is in model values; the change at patch "
+    "borders is relative to that inside (1 = equal). Distances: Wasserstein between histograms of model values and "
     "between chords; dB between power spectra; between two-point correlations; for copies, the difference of the "
-    "shares. AUCs are lower bounds: a better classifier may find more."
+    "shares. KID is around 0 for equal sets (also below), the Frechet distance at its floor; more is worse. "
+    "AUCs are lower bounds: a better classifier may find more."
 )
 _SEARCHED = (
     "The nearest training patches were searched for in {} of the training voxels, at every shift and in every symmetry "

@@ -263,8 +263,9 @@ def _feature_distances(sets: dict[str, PatchSet], features: dict[str, Floats]) -
     low, high = kid.interval(sets["generated"].groups(), real.groups())
     names = {"kid": "kernel distance (KID)", "frechet": "Frechet distance"}
     notes = {"kid": f"95 % {low:.2g} to {high:.2g}" if low <= high else "too few disjoint patches for an interval"}
-    metrics = _family(names, (one, other), {}, notes)
-    return [replace(metrics[0], interval=(low, high)), metrics[1]]
+    first, frechet = _family(names, (one, other), {}, notes)
+    few = f"too few patches: at least {2 * held_out.shape[1]} of each set are needed" if math.isnan(frechet.p) else ""
+    return [replace(first, interval=(low, high)), replace(frechet, note=few)]
 
 
 def classifier_auc(
