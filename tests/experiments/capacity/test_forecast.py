@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
-    assert main(["plan", *map(str, arguments), "--cores", "8", "--json"]) == EXIT_OK
+    assert main(["plan", "--cores", "8", *map(str, arguments), "--json"]) == EXIT_OK
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return facts
 
@@ -79,6 +79,37 @@ def test_money_and_hours_follow_from_steps_bytes_and_requests(config: Path, caps
     assert cost["gb"] == pytest.approx(0.1 * total["fetched_bytes"] / 1e9, rel=1e-3)
     assert cost["requests_1000"] == pytest.approx(0.01 * total["requests"] / 1000, rel=0.01)
     assert cost["sum"] == pytest.approx(sum(cost[name] for name in cost if name != "sum"), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "patch", "limit"),
+    [
+        *[(8, 40, "latency"), (64, 24, "network"), (0, 40, "decoding: readers")],
+        *(
+            pytest.param(workers, patch, limit, marks=pytest.mark.long)
+            for workers in (1, 4, 16, 64)
+            for patch in (24, 40, 96)
+            for limit in ("latency", "network", "requests/s", "decoding: readers")
+        ),
+    ],
+)
+def test_available_is_what_the_first_limit_allows_and_the_rest_is_waited_for(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, workers: int, patch: int, limit: str
+) -> None:
+    path = tmp_path / "large.zarr"
+    zarr.create_array(path, shape=(1024, 2048, 2048), chunks=(64, 64, 64), dtype="uint8")
+    slow = {"latency": ("--latency-ms", 5000), "network": ("--node-gb-s", 1e-3), "requests/s": ("--requests-s", 2)}
+    arguments = ("--store", "s3", "--step-s", 0.001, *slow.get(limit, ("--decode-gb-s", 1e-4)))
+    more = ["data.regions_in_flight=16", "data.patches_per_region=32", f"training.workers={workers}"]
+    facts = planned(
+        capsys, config, "--gpus", 1, *GIVEN, *arguments, "--cores", 96,
+        f"data.volumes=[{{path: {path}}}]", f"data.patch_size=[{patch},{patch},{patch}]", *more,
+    )  # fmt: skip
+    result, most = facts["result"], {row["limit"]: row["patches_s"] for row in facts["limits"]}
+    assert result["first_limit"] == limit
+    # Less where readers wait for the one whose regions have more chunks (64 readers, regions of 1 to 8 chunks).
+    assert 0.87 < result["available_patches_s"] / most[limit] <= 1.001
+    assert result["needed_patches_s"] * (1 - result["data_wait_percent"] / 100) == pytest.approx(most[limit], rel=0.13)
 
 
 def test_the_first_limit_is_raised_by_its_remedy(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

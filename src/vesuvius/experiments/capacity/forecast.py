@@ -58,6 +58,11 @@ def forecast(
     limits = node.limits(needed)
     most = {limit["limit"]: limit["patches_s"] for limit in limits if limit["patches_s"] is not None}
     paced, wait = node.simulate(step_s) if step_s and most else (None, None)
+    available = (
+        min(nodes * node.simulate(0.0)[0], *most.values()) if most else None
+    )  # means of another sample of regions
+    if paced and available and needed and nodes * paced > available:
+        paced, wait = available / nodes, 1 - available / needed
     readers = node.readers_needed(step_s) if step_s else None
     resident_bytes, read = Resident.size_bytes(data.job), steps * config.global_batch
     if config.data.resident != "auto" and resident_bytes <= config.data.resident * GIB:
@@ -114,7 +119,7 @@ def forecast(
         "limits": limits,
         "result": {
             "needed_patches_s": needed,
-            "available_patches_s": nodes * node.simulate(0.0)[0] if most else None,
+            "available_patches_s": available,
             "first_limit": min(most, key=most.__getitem__, default=None),
             "data_wait_percent": None if wait is None else round(100 * wait, 2),
             "readers_needed_per_node": readers and readers * node.ranks,

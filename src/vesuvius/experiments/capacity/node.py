@@ -19,8 +19,8 @@ from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData
 
 _WAIT_OK = 0.01  # of a step: a shorter data wait counts as none
-# Regions simulated per rank: some for each reader, fewer if they have so many chunks that it would take long.
-_REGIONS, _REGIONS_PER_READER, _CHUNKS, _BATCHES = 48, 4, 60_000, 24
+# Simulated per rank: regions, or tasks of each reader; fewer or shorter ones if so many chunks would take long.
+_REGIONS, _TASKS, _CHUNKS, _BATCHES = 128, 2, 20_000, 24
 _VISITS = 1024  # for means
 _LOCAL_READS = 4  # chunks that are read ahead from a disk (`volume.py`)
 _OF_READERS = "decoding: readers", "latency"  # limits that more readers raise
@@ -91,7 +91,8 @@ class NodePlan:
     def simulate(self, step_s: float, readers: int | None = None) -> tuple[float, float]:
         """Simulate steps that take `step_s` without data wait; 0 = as fast as data arrive.  Returns as `simulate`."""
         batch_s, readers = step_s / self._training.accumulate_steps, readers or self.readers
-        return simulate(*self._work(readers), replace(self.setup, batch_s=batch_s, readers=readers))
+        ranks, samples, ahead = self._work(readers)
+        return simulate(ranks, samples, replace(self.setup, batch_s=batch_s, readers=readers, regions_ahead=ahead))
 
     def readers_needed(self, step_s: float) -> int | None:
         """Readers per GPU without data wait; None if no number, at most 512, suffices, or it is unknown."""
@@ -148,17 +149,24 @@ class NodePlan:
             loads.append(ArrayLoad(chunks, max(round(new * requests), 1), indices, size, fetched_bytes))
         return tuple(loads)
 
-    def _work_of(self, readers: int) -> tuple[list[list[RegionLoad]], int]:
-        """The regions of each rank, enough for so many readers, and the samples to simulate."""
-        batch, patches = self.setup.batch, self.mean.patches
-        regions = min(max(_REGIONS, _REGIONS_PER_READER * readers), int(_CHUNKS / self._chunks / self.ranks))
-        batches = max(math.ceil(max(regions, 3 * readers + 6) * patches / batch), _BATCHES)
-        return [self._regions_of(rank, 5 * batches * batch // 4) for rank in range(self.ranks)], batches * batch
+    def _work_of(self, readers: int) -> tuple[list[list[RegionLoad]], int, int]:
+        """The regions of each rank, enough for so many readers, the samples to simulate, regions ahead per reader."""
+        batch, patches, ahead = self.setup.batch, self.mean.patches, self.setup.regions_ahead
+        longest = int(_CHUNKS / self._chunks / self.ranks)
+        per_task = self._data.plan.regions_per_task if self._training.workers else 1
+        if (shorter := max(longest // (_TASKS * readers), 1)) < per_task:
+            per_task, ahead = shorter, ahead * shorter // per_task
+        regions = max(min(_REGIONS, longest), _TASKS * per_task * readers, 6)
+        batches = max(math.ceil(regions * patches / batch), _BATCHES)
+        # More than simulated, so that the readers go on.
+        more = math.ceil(max(regions / 4, max(ahead, self.setup.staged) * readers) * patches)
+        work = [self._regions_of(rank, batches * batch + more, per_task) for rank in range(self.ranks)]
+        return work, batches * batch, ahead
 
-    def _regions_of(self, rank: int, samples: int) -> list[RegionLoad]:
-        """The regions that a rank reads for its samples: a quarter more than simulated, so that the readers go on."""
+    def _regions_of(self, rank: int, samples: int, per_task: int) -> list[RegionLoad]:
+        """The regions that a rank reads for its samples."""
         plan, world = self._data.plan, self._machines.gpus
-        mixing, per_task = plan.mixing, plan.regions_per_task if self._training.workers else 1
+        mixing = plan.mixing
         # Once each region has given all its samples; the window of the first sample counts as read.
         first = -(-2 * mixing.regions * mixing.patches // world) * world + rank
         slots = [mixing.slot_of(first + world * n) for n in range(samples)]

@@ -13,7 +13,8 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from statistics import linear_regression
+
+_NO_WAIT = 1e-3  # of the time
 
 Process = Generator["float | _Signal", None, None]
 """Yields the seconds to sleep, or a signal to wait for."""
@@ -59,18 +60,18 @@ class NodeSetup:
 def simulate(ranks: Sequence[Sequence[RegionLoad]], samples: int, setup: NodeSetup) -> tuple[float, float]:
     """Simulate `samples` samples of each rank, given the regions that it reads, in order; all ranks wait for the last.
 
-    Returns patches/s of the node, and the share of the time that the trainers wait for data, both of the last two
-    thirds of the samples: the readers begin with nothing read ahead.
+    Returns patches/s of the node, and the share of the time that the trainers wait for data.  The first quarter is left
+    out, as the readers begin with nothing read ahead.
     """
     node, batches = _Node(setup), samples // setup.batch
     started = [_Rank(node, regions, batches) for regions in ranks]
-    done, taken_s = _Signal(node), list[float]()
+    done, taken = _Signal(node), list[tuple[float, float]]()
 
     def train() -> Process:
         for number in range(batches):
             for rank in started:
                 yield rank.ready[number]
-            taken_s.append(node.now_s)
+            taken.append((node.now_s, node.regions_read))
             for rank in started:
                 rank.free.release()
             yield setup.batch_s
@@ -78,10 +79,13 @@ def simulate(ranks: Sequence[Sequence[RegionLoad]], samples: int, setup: NodeSet
 
     node.start(train())
     node.run(done)
-    counted = range(batches // 3, batches)
-    # A fit, as batches come in bursts: several regions at a time.
-    interval_s = max(linear_regression(counted, taken_s[counted.start :]).slope, setup.batch_s, 1e-12)
-    return setup.batch * len(ranks) / interval_s, 1 - setup.batch_s / interval_s
+    (began_s, read_before), (ended_s, read) = taken[batches // 4], taken[-1]
+    took_s, batch_s = ended_s - began_s, max(setup.batch_s, 1e-12)
+    # Batches come in bursts, a task of each reader at a time: count what is read, unless nobody waits.
+    if took_s > (batches - 1 - batches // 4) * batch_s * (1 + _NO_WAIT):
+        samples_per_region = ranks[0][-1].first_sample / (len(ranks[0]) - 1)
+        batch_s = max(took_s * setup.batch * len(ranks) / max((read - read_before) * samples_per_region, 1.0), batch_s)
+    return setup.batch * len(ranks) / batch_s, 1 - setup.batch_s / batch_s
 
 
 class _Signal:
@@ -120,7 +124,7 @@ class _Node:
     """The clock, and what the ranks share: cores, the link to the store, its limit of requests."""
 
     def __init__(self, setup: NodeSetup) -> None:
-        self.setup, self.now_s = setup, 0.0
+        self.setup, self.now_s, self.regions_read = setup, 0.0, 0.0
         self._events: list[tuple[float, int, Process]] = []
         self._count = itertools.count()  # events at the same time happen in the order in which they were planned
         self._cores = _Slots(self, setup.cores)
@@ -196,6 +200,7 @@ class _Rank:
                 for chunk in range(array.chunks):
                     yield fetched[chunk * array.requests // array.chunks]
                     yield from node.compute(array.decoded_bytes / array.chunks / setup.decode_bytes_s)
+                    node.regions_read += 1 / array.chunks / len(pools)
             self._read[number].set()
             stage(mine[turn + 1 : turn + 1 + setup.staged])
 
