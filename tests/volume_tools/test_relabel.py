@@ -165,6 +165,20 @@ def test_shrinking_separates_touching_bodies_and_keeps_thin_parts() -> None:
     assert changed.report["lost"] == []
 
 
+def test_shrinking_further_never_leaves_more() -> None:
+    """Plates of 5 and 12 that touch: each loses its layers until one or two are left, which stay."""
+    ids = np.zeros((20, 23, 20), np.int32)
+    ids[:, 3:8], ids[:, 8:20] = 1, 2
+    widths, last = [], ids
+    for voxels in (1, 2, 3, 5, 6, 100):
+        changed = change_labels(None, ids, Changes(thicken=-voxels), 0).instances
+        assert changed is not None
+        assert (last[changed != 0] == changed[changed != 0]).all()
+        widths.append(tuple((changed[10, :, 10] == number).sum() for number in (1, 2)))
+        last = changed
+    assert widths == [(3, 10), (1, 8), (1, 6), (1, 2), (1, 2), (1, 2)]
+
+
 def test_tears_split_instances_and_nothing_else() -> None:
     ids = sheets(5, 5)
     changed = change_labels((ids > 0).astype(np.uint8), ids, Changes(tear=2), 0)

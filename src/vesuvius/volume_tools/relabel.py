@@ -217,12 +217,17 @@ class _Work:
             source = tuple(index[where] for index in to)
             self.instances[where], self.classes[where] = instances[source], classes[source]
         else:
-            inside, steps = instances != 0, math.ceil(-voxels)
+            keep = inside = instances != 0
             edge = inside & (measures.boundaries(instances) != 0)
-            core = inside & ((measures.distance(measures.nearest(edge)) > -voxels - 1) if edge.any() else True)
-            # parts that would vanish, and what joins them to the core, stay
-            thin = inside & ~measures.grown(core, instances, steps + 1)
-            self.clear(inside & ~core & ~measures.grown(thin, instances, steps + 2))
+            depth = measures.distance(measures.nearest(edge)) if edge.any() else np.full(inside.shape, np.inf)
+            for by in [*range(1, math.ceil(-voxels)), -voxels]:
+                if not (core := inside & (depth > by - 1)).any():
+                    break
+                # parts that would vanish, and what joins them to the core, stay as they were one voxel before
+                steps = math.ceil(by)
+                thin = inside & ~measures.grown(core, instances, steps + 1)
+                keep = core | keep & measures.grown(thin, instances, steps + 2)
+            self.clear(inside & ~keep)
         self.drop_specks()
         after = measures.topologies(self.instances)
         self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
