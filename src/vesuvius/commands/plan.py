@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     steps.add_argument("--step-from", type=full_path, metavar="DIR", help=recorded)
     parser.add_argument("--json", action="store_true", help="print JSON; null = unknown")
     stores = parser.add_argument_group("store and decoding")
-    names = "figures to begin with, see docs/scale.md (default: by the address of the first volume)"
+    names = "figures to begin with, see docs/scale.md (default: by the first remote address)"
     stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
     for group, options in ((stores, _RATES), (parser.add_argument_group("prices"), _PRICES)):
         for option, (_, _, meaning) in options.items():
@@ -74,8 +74,9 @@ def main(argv: list[str]) -> int:
         values = {option: getattr(args, option.replace("-", "_")) for option in options}
         return {field: unit * values[name] for name, (field, unit, _) in options.items() if values[name] is not None}
 
-    path = config.data.volumes[0].path
-    name = args.store or ("s3" if path.startswith("s3://") else "http" if is_remote(path) else "local")
+    paths = [array.path for volume in config.data.volumes for array in (*volume.images, *volume.labels)]
+    path = next(filter(is_remote, paths), "")
+    name = args.store or ("s3" if path.startswith("s3://") else "http" if path else "local")
     machines = Machines(args.gpus, args.nodes, args.cores or max(int(usable_cores(os.getpid())), 1))
     with redirect_stdout(sys.stderr):  # only the result goes to stdout
         step = args.step_s

@@ -160,6 +160,19 @@ def test_a_run_that_only_waits_takes_as_long_as_its_data_and_free_bytes_cost_not
     ]
 
 
+def test_volumes_of_several_stores_are_planned_for_the_remote_one_with_a_warning_and_a_disk_costs_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str], server: ChunkServer, tmp_path: Path
+) -> None:
+    local = tmp_path / "empty.zarr"
+    mixed = f"data.volumes=[{{path: {local}}}, {{path: '{server.url_of(local)}'}}]"
+    prices = ("--price-gb", 0.1, "--price-1000-requests", 0.01)
+    for facts, costs in (
+        (planned(capsys, config, "--gpus", 1, *GIVEN, *prices, *more), more) for more in ([], [mixed])
+    ):
+        warned = any("volumes of several stores" in text for text in facts["reading"]["warnings"])
+        assert (warned, facts["store"]["latency_ms"] > 0, facts["cost"]["sum"] > 0) == (bool(costs),) * 3
+
+
 def test_a_store_that_cannot_be_reached_ends_the_plan_before_an_outage_would_end_a_run(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

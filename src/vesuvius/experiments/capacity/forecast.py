@@ -18,6 +18,7 @@ from vesuvius.runlog.units import GIB, format_duration
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import amplified_reads, prepare_data
 from vesuvius.training.forecast.plan import first_pass_samples, reading_bytes
+from vesuvius.volumes.store.objects import is_remote
 
 _GIVE_UP_MINUTES = 0.5  # of an outage
 # All ranks and readers of a node are simulated, for some batches.
@@ -70,7 +71,10 @@ def forecast(
     regions = len(plan.mixing.slots(0, read)) * reads
     reading = read / config.global_batch  # steps that wait for data
     hours = (step_s * (steps - reading) + read / nodes / paced) / 3600 if step_s and paced else None
+    paths = [array.path for volume in config.data.volumes for array in (*volume.images, *volume.labels)]
+    stores = {path.partition("://")[0] if is_remote(path) else "" for path in paths}
     warnings = {
+        "planned as if all in the first remote store: volumes of several stores": len(stores) > 1,
         f"the trainers of {node.ranks} GPUs take all {machines.cores} cores of a node; raise --cores": (
             machines.cores <= node.ranks
         ),
@@ -82,8 +86,8 @@ def forecast(
     fetched = regions * mean.fetched_bytes or None
     bought = {
         "gpu_hour": hours and hours * gpus,
-        "gb": fetched and fetched / 1e9,
-        "requests_1000": regions * mean.requests / 1000 if rates.remote else None,
+        "gb": (fetched and fetched / 1e9) if rates.remote else 0.0,  # nothing leaves a disk
+        "requests_1000": regions * mean.requests / 1000 if rates.remote else 0.0,
     }
     cost = {name: None if (count := bought[name]) is None else count * price for name, price in prices.items()}
     if cost:

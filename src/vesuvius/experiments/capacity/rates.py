@@ -57,8 +57,8 @@ def recorded_step_s(folder: Path, patches: int) -> float:
 
 def measured(data: PreparedData, rates: Rates) -> Rates:
     """Measure what is unknown: the latency by reading metadata, the cost of reading by reading a few regions."""
-    volume = data.volumes[0]
-    if rates.latency_s is None and volume.source.remote:
+    volume = next((array for arrays in data.arrays for array in arrays if array.source.remote), None)
+    if rates.latency_s is None and volume:
         times_s = list[float]()
         for _ in range(_PINGS):
             began = time.perf_counter()
