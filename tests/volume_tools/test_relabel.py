@@ -242,6 +242,8 @@ def test_wrong_labels_are_refused_with_a_remedy() -> None:
         change_labels(np.zeros_like(ids), ids, Changes(), 0)
     with pytest.raises(ConfigError, match="instance -20 is negative"):
         change_labels(None, -ids, Changes(), 0)
+    with pytest.raises(ConfigError, match=r"--thicken -0.9 is less than a voxel"):
+        change_labels(None, ids, Changes(thicken=-0.9), 0)
     for changes in (Changes(contact=5), Changes(thicken=float("nan")), Changes(thicken=-1000)):
         with pytest.raises(ConfigError, match=r"is not between .* change it"):
             change_labels(None, ids, changes, 0)
@@ -250,8 +252,8 @@ def test_wrong_labels_are_refused_with_a_remedy() -> None:
 
 
 def test_strips_that_split_nothing_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    change_labels(None, np.ones((8, 4, 4), np.uint8), Changes(tear=3), 0)
-    assert re.search(r"[0-2] of 3 strips were cut out", caplog.text)
+    change_labels(None, np.ones((8, 4, 4), np.uint8), Changes(tear=10**9), 0)  # and end
+    assert re.search(r"\b\d of 1000000000 strips were cut out", caplog.text)
 
 
 def test_a_contact_without_neighbors_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +319,7 @@ def test_classes_and_instances_on_disk_are_those_in_memory(
     assert capsys.readouterr().out == printed
     assert files_of(tmp_path) == before, "finished labels are left unchanged"
     assert relabel(classes, tmp_path / "new.zarr", box, *CHANGES[:2], "--seed=3") == 2
-    assert relabel(classes, tmp_path / "new.zarr", "--instances", instances, box, "--seed=4") == 2
+    assert relabel(classes, tmp_path / "new.zarr", "--instances", instances, box, *CHANGES[:-1], "--seed=4") == 2
     assert "started with other arguments" in capsys.readouterr().err
 
 
@@ -356,6 +358,17 @@ def test_an_interrupted_command_resumes_with_the_same_voxels(
         np.testing.assert_array_equal(one["1"][...], downsample_mode(one["0"][...]))  # type: ignore[index, arg-type]
 
 
+def test_ctrl_c_names_the_remedy(
+    tmp_path: Path, stack: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(relabel_volume, "change_labels", interrupted)
+    assert relabel(stack[0], tmp_path / "a.zarr", "--deform=1") == 130
+    assert "run the same command again to continue" in capsys.readouterr().err
+
+
 def test_the_boundaries_of_changed_bodies_are_the_classes(tmp_path: Path) -> None:
     path = write_array(tmp_path / "bodies.zarr", cells(32))
     assert relabel(path, tmp_path / "new.zarr", "--boundary", "--deform=2", "--deform-length=16") == 0
@@ -375,7 +388,7 @@ def test_what_cannot_be_changed_is_refused_and_nothing_written(
         ((floats, out), "is float32, not labels"),
         ((stack[0], out, "--instances", small), "give instances of the same voxels"),
         ((stack[0], out, "--instances", moved), "give instances of the same voxels"),
-        ((stack[0], out, "--contact", 1), "add --instances"),
+        ((stack[0], out, "--within=3"), "no change is asked for"),
         ((stack[0], out, "--instances", stack[1], "--boundary"), "remove one of them"),
         ((stack[0], out, "--box=0:8,0:8,30:40"), "is not inside"),
         ((stack[1], out, "--boundary", "--deform=9", "--deform-length=6"), "would fold"),
@@ -384,6 +397,12 @@ def test_what_cannot_be_changed_is_refused_and_nothing_written(
     ):
         assert relabel(*arguments) == 2
         assert message in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # before anything is opened
+        patch.setattr(relabel_volume, "open_volume", pytest.fail)
+        assert relabel(stack[0], out, "--contact", 1) == 2
+        assert "add --instances" in capsys.readouterr().err
+        assert relabel(stack[1], out, "--boundary", "--thicken=nan") == 2
+        assert "--thicken nan is not between" in capsys.readouterr().err
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     assert relabel(stack[0], out, "--deform=1") == 2
     assert "in boxes of up to 22 voxels along each axis with --box" in capsys.readouterr().err

@@ -267,7 +267,8 @@ def _relabel(arguments: argparse.Namespace) -> Facts:
 
     changes = Changes(**{name: getattr(arguments, name) for name in _CHANGES})
     given = {name: getattr(arguments, name) for name in ("labels", "out", "instances", "boundary", "box", "seed")}
-    return {"out": arguments.out} | relabel_volume(**given, changes=changes)
+    with _resumable():
+        return {"out": arguments.out} | relabel_volume(**given, changes=changes)
 
 
 def add_occupancy(commands: Commands) -> None:

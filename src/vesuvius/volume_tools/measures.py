@@ -3,6 +3,7 @@
 Labels are integers (Z, Y, X); in instances, 0 is the space between them.  Needs scipy.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,22 @@ def distance(to: NDArray[np.int32]) -> NDArray[np.float32]:
     at = np.ogrid[tuple(map(slice, to.shape[1:]))]
     squares: NDArray[np.float32] = sum(np.square(t - i, dtype=np.float32) for t, i in zip(to, at, strict=True))
     return np.sqrt(squares)
+
+
+def peeled(instances: Labels, voxels: float) -> Mask:
+    """What is left of instances without their outer voxels; parts that would vanish keep their innermost layer."""
+    inside: Mask = instances != 0
+    keep = inside
+    edge = inside & (boundaries(instances) != 0)
+    depth = distance(nearest(edge)) if edge.any() else np.full(inside.shape, np.inf)
+    for by in [*range(1, math.ceil(voxels)), voxels]:
+        if not (core := inside & (depth > by - 1)).any():
+            break
+        # parts that would vanish, and what joins them to the core, stay as they were one voxel before
+        steps = math.ceil(by)
+        thin = inside & ~grown(core, instances, steps + 1)
+        keep = core | keep & grown(thin, instances, steps + 2)
+    return keep
 
 
 class Faces(NamedTuple):

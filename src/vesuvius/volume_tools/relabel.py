@@ -32,6 +32,7 @@ _SLOPE = 0.5  # of the shift of a sheet that is pressed against another one, in 
 _RADII = (8.0, 24.0)  # voxels that it is shifted around a place
 _SPECK = 0.02  # largest share of an instance in a part that rounding cut off, which is given away
 _TRIES = 20  # places tried for each tear
+_FAILURES = 10  # tears in a row, after which no more are tried
 _TEAR_WIDTH = 4.0
 _VOXELS = 10_000
 _RANGES = {
@@ -78,12 +79,7 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
     """
     given = instances if classes is None else classes
     assert given is not None
-    for name, (low, high) in _RANGES.items():
-        if not low <= (value := getattr(changes, name)) <= high:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {value:g} is not between {low} and {high}; change it")
-    if needing := [name for name in ("thicken", "tear", "contact") if instances is None and getattr(changes, name)]:
-        raise ConfigError(f"--{needing[0]} changes instances, but there are only classes; add --instances VOLUME")
+    check_changes(changes, instances is not None)
     if classes is not None and instances is not None and (bad := np.count_nonzero((instances != 0) & (classes == 0))):
         raise ConfigError(f"{bad} voxels of class 0 have an instance; give them a class, or take their instance away")
     rng = [np.random.default_rng((seed, purpose)) for purpose in range(4)]
@@ -104,8 +100,7 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
         work.known = measures.topologies(work.instances)
         if changes.thicken:
             work.thicken(changes.thicken)
-        if (cut := sum(work.tear(rng[2]) for _ in range(changes.tear))) < changes.tear:
-            log.warning("%d of %d strips were cut out; the others split no instance", cut, changes.tear)
+        work.tear_all(changes.tear, rng[2])
         if changes.contact:
             work.bring_together(changes.contact, changes.within, rng[3])
         new_instances = ids[numbers]
@@ -115,6 +110,18 @@ def change_labels(classes: Labels | None, instances: Labels | None, changes: Cha
     if classes is not None and new_classes is not None:
         report["classes"] = _class_rows("before", classes) + _class_rows("after", new_classes)
     return Changed(new_classes, new_instances, report)
+
+
+def check_changes(changes: Changes, has_instances: bool) -> None:
+    """Raise ConfigError if a change is out of range, or needs instances that there are not."""
+    for name, (low, high) in _RANGES.items():
+        if not low <= (value := getattr(changes, name)) <= high:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {value:g} is not between {low} and {high}; change it")
+    if 0 < abs(changes.thicken) < 1:
+        raise ConfigError(f"--thicken {changes.thicken:g} is less than a voxel, so it changes nothing; use 1 or more")
+    if needing := [name for name in ("thicken", "tear", "contact") if getattr(changes, name) and not has_instances]:
+        raise ConfigError(f"--{needing[0]} changes instances, but there are only classes; add --instances VOLUME")
 
 
 # ---- maps of the box onto itself
@@ -217,17 +224,7 @@ class _Work:
             source = tuple(index[where] for index in to)
             self.instances[where], self.classes[where] = instances[source], classes[source]
         else:
-            keep = inside = instances != 0
-            edge = inside & (measures.boundaries(instances) != 0)
-            depth = measures.distance(measures.nearest(edge)) if edge.any() else np.full(inside.shape, np.inf)
-            for by in [*range(1, math.ceil(-voxels)), -voxels]:
-                if not (core := inside & (depth > by - 1)).any():
-                    break
-                # parts that would vanish, and what joins them to the core, stay as they were one voxel before
-                steps = math.ceil(by)
-                thin = inside & ~measures.grown(core, instances, steps + 1)
-                keep = core | keep & measures.grown(thin, instances, steps + 2)
-            self.clear(inside & ~keep)
+            self.clear((instances != 0) & ~measures.peeled(instances, -voxels))
         self.drop_specks()
         after = measures.topologies(self.instances)
         self.kept = {number for number, found in self.known.items() if _is_broken(found, after.get(number))}
@@ -237,6 +234,17 @@ class _Work:
             self.clear(np.isin(self.instances, numbers))
             where = np.isin(instances, numbers)
             self.instances[where], self.classes[where] = instances[where], classes[where]
+
+    def tear_all(self, count: int, rng: np.random.Generator) -> None:
+        """Cut strips, until many in a row split no instance."""
+        cut = failed = 0
+        for _ in range(count):
+            done = self.tear(rng)
+            cut, failed = cut + done, 0 if done else failed + 1
+            if failed == _FAILURES:
+                break
+        if cut < count:
+            log.warning("%d of %d strips were cut out; the others split no instance", cut, count)
 
     def tear(self, rng: np.random.Generator) -> bool:
         """Cut a wavy strip across an instance, in a random direction along its surface at a random voxel."""
@@ -302,7 +310,6 @@ class _Work:
         ahead, behind = busy & (z > last[..., None]), busy & (z < first[..., None])
         front = np.where(ahead.any(2), ahead.argmax(2), size) - last - 1
         back = first - np.where(behind.any(2), size - 1 - behind[..., ::-1].argmax(2), -1) - 1
-
         near_axis = sum(np.square(g - c) for g, c in zip(np.ogrid[box], at, strict=True)) <= radius**2
         movable = near_axis & (own.sum(2) == last - first + 1) & (first > 0)  # what a face cuts stays there
         limit = np.where(movable, np.clip(front - rng.integers(int(within) + 1), 0, most), 0.0)
@@ -311,16 +318,14 @@ class _Work:
             limit = np.minimum(limit, ndimage.minimum_filter(limit, 3) + _SLOPE)
         by = np.where(there, limit, 0).astype(np.intp)
         sides = (front, ahead.any(2), -1), (back, behind.any(2), 1)
-        before, after = (
-            sum(np.count_nonzero(has & (gap + d * sign <= within)) for gap, has, sign in sides) for d in (0, by)
-        )
+        near = [sum(np.count_nonzero(has & (gap + d * sign <= within)) for gap, has, sign in sides) for d in (0, by)]
         source, mask = np.maximum(z - by[..., None], 0), instances == number
         new, new_classes = (np.take_along_axis(of, source, 2) for of in (own, classes))
-        if number == 0 or after <= before or measures.topology(mask & ~own | new) != measures.topology(mask):
+        if number == 0 or near[1] <= near[0] or measures.topology(mask & ~own | new) != measures.topology(mask):
             return 0
         instances[own] = classes[own] = 0
         instances[new], classes[new] = number, new_classes[new]
-        return int(after - before)
+        return int(near[1] - near[0])
 
     def report(
         self, ids: Labels, before: dict[int, Topology], faces: tuple[Faces, Faces], within: float

@@ -18,7 +18,7 @@ from vesuvius.runlog.units import format_size, format_sizes
 from vesuvius.volume_tools.measures import boundaries
 from vesuvius.volume_tools.partial import PartialCopy, check_name, finished_record, is_finished
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
-from vesuvius.volume_tools.relabel import Changes, change_labels
+from vesuvius.volume_tools.relabel import Changes, change_labels, check_changes
 from vesuvius.volumes.alignment import ONES, ZEROS, align, describe_geometry
 from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
@@ -53,10 +53,13 @@ def relabel_volume(
     check_name(out)
     if boundary and instances:
         raise ConfigError("--boundary makes classes from ids, and so does not go with --instances; remove one of them")
+    check_changes(changes, boundary or instances is not None)
     given = {"labels": labels} | ({"instances": instances} if instances else {})
     with ExitStack() as opened:
         volumes = {name: opened.enter_context(open_volume(each, nan="keep")) for name, each in given.items()}
         box = _checked_box(box, volumes)
+        if changes == Changes(deform_length=changes.deform_length, within=changes.within) and not boundary:
+            raise ConfigError("no change is asked for, so this would be a copy; add e.g. --deform 4")
         about = {name: [volume.name, metadata_hash(volume.array)] for name, volume in volumes.items()}
         record = {"instances": None, **about, "boundary": boundary, "box": [list(end) for end in box], "seed": seed}
         record |= asdict(changes)
