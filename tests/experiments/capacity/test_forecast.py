@@ -55,11 +55,20 @@ def test_the_total_is_what_the_readers_of_all_ranks_read(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("options", [{}, {"zarr_format": 3, "shards": (64, 64, 64)}], ids=["chunks", "shards"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((128, 256, 256), {}), ((128, 256, 256), {"zarr_format": 3, "shards": (64, 64, 64)}), ((64, 96, 96), {})],
+    ids=["chunks", "shards", "small"],
+)
 def test_a_stream_over_http_asks_for_what_was_planned(
-    config: Path, capsys: pytest.CaptureFixture[str], server: ChunkServer, tmp_path: Path, options: dict[str, Any]
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    server: ChunkServer,
+    tmp_path: Path,
+    shape: tuple[int, int, int],
+    options: dict[str, Any],
 ) -> None:
-    path = write_array(tmp_path / "v.zarr", textured((128, 256, 256)), **options)
+    path = write_array(tmp_path / "v.zarr", textured(shape), **options)
     more = [f"data.volumes=[{{path: '{server.url_of(path)}'}}]", "training.steps_per_epoch=300"]
     total = planned(capsys, config, "--gpus", 1, *GIVEN, *more)["total"]
     job = prepare_data(0, read_config(config, more).data).job

@@ -143,10 +143,10 @@ class NodePlan:
         for position in range(len(self._data.arrays[visit.volume])):
             array, alignment = self._data.array(visit.volume, position)
             chunks, requests, indices = array.grid.count_requests(alignment.array_box(visit.region))
-            new = (1 - share * chunks / math.prod(array.grid.counts_zyx)) ** (self.setup.staged - 1)
+            new = max(1 - share * chunks / math.prod(array.grid.counts_zyx), 0.1) ** (self.setup.staged - 1)
             size = chunks * math.prod(array.chunk_zyx) * array.dtype.itemsize
             fetched_bytes = new * size / (self._rates.compression or math.inf)
-            loads.append(ArrayLoad(chunks, max(round(new * requests), 1), indices, size, fetched_bytes))
+            loads.append(ArrayLoad(chunks, new * requests, indices, size, fetched_bytes))
         return tuple(loads)
 
     def _work_of(self, readers: int) -> tuple[list[list[RegionLoad]], int, int]:

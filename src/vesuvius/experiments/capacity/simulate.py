@@ -25,7 +25,7 @@ class ArrayLoad:
     """Bytes and requests of one array that a reader fetches and decodes for a region."""
 
     chunks: int
-    requests: int  # for chunks and whole shards
+    requests: float  # for chunks and whole shards; rounded, at least 1
     indices: float  # of shards, fetched before them; rounded
     decoded_bytes: int  # of all chunks
     fetched_bytes: float  # by all requests
@@ -198,7 +198,7 @@ class _Rank:
             stage(mine[turn : turn + setup.staged])
             for array, fetched in zip(self._regions[number].arrays, staged.pop(number), strict=True):
                 for chunk in range(array.chunks):
-                    yield fetched[chunk * array.requests // array.chunks]
+                    yield fetched[chunk * len(fetched) // array.chunks]
                     yield from node.compute(array.decoded_bytes / array.chunks / setup.decode_bytes_s)
                     node.regions_read += 1 / array.chunks / len(pools)
             self._read[number].set()
@@ -206,7 +206,7 @@ class _Rank:
 
     def _stage(self, array: ArrayLoad, pool: _Slots, stager: _Slots) -> list[_Signal]:
         """Start the requests of a region, after those for the indices of its shards."""
-        node, signals = self._node, [_Signal(self._node) for _ in range(array.requests)]
+        node, signals = self._node, [_Signal(self._node) for _ in range(max(round(array.requests), 1))]
 
         def stage() -> Process:
             yield from stager.take()
@@ -215,7 +215,7 @@ class _Rank:
                 node.start(node.request(pool, 0.0, signal))
             yield from indices
             for signal in signals:
-                node.start(node.request(pool, array.fetched_bytes / array.requests, signal))
+                node.start(node.request(pool, array.fetched_bytes / len(signals), signal))
             stager.release()
 
         node.start(stage())
