@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.conftest import textured
+from tests.conftest import textured, write_array
 from tests.volumes.test_alignment import RAW, volume_of
 from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
@@ -69,3 +69,36 @@ def test_samples_get_labels_at_their_position_held_out_ones_if_there_are_any(tmp
 def starts_of(config: DataConfig, facts: DataFacts, seed: int) -> list[tuple[int, int, int]]:
     with TrainingCondition(config, facts, 0, seed) as conditions:
         return [conditions.start_zyx(number) for number in range(300)]
+
+
+def test_instances_that_are_not_ids_are_refused_or_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Floats and negative ids are refused; a scan as ids gets a warning, once; ids of sheets and of all voxels none."""
+    classes = np.zeros((8, 8, 8), np.uint8)
+    classes[:, 4:] = 1
+    sheets, config = classes.astype(np.int16) * 7, CONFIG.model_copy(update={"condition_classes": 2})
+    scan = np.arange(512, dtype=np.uint16).reshape(8, 8, 8) % 250
+    condition = write_array(tmp_path / "classes.zarr", classes)
+    box = box_at((0, 0, 0), (8, 8, 8))
+    for name, ids in {
+        "sheets": sheets,
+        "dense": sheets + 1,
+        "scan": scan,
+        "below": -sheets,
+        "float": sheets / 2,
+    }.items():
+        given = InputConfig(condition=spec(condition), instances=spec(write_array(tmp_path / f"{name}.zarr", ids)))
+        caplog.clear()
+        if name == "float":
+            with pytest.raises(ConfigError, match="is float64, not ids; give integers"):
+                Inputs(given, config)
+            continue
+        with Inputs(given, config) as inputs:
+            if name == "below":
+                with pytest.raises(DataError, match="has the negative id -7; number instances from 1"):
+                    inputs.read("instances", box)
+                continue
+            for _ in range(2):
+                np.testing.assert_array_equal(inputs.read("instances", box), ids)
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == (name == "scan")
+        assert all(text.startswith("255 of 256 voxels of class 0 in") for text in said)

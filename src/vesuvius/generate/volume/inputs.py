@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.diffusion.randomness import Purpose, sample_noise
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sample_zarr import to_model_values
 from vesuvius.predict.inputs import stored_stamp
 from vesuvius.runlog.units import format_sizes
@@ -29,6 +30,8 @@ from vesuvius.volumes.format.metadata import metadata_hash
 from vesuvius.volumes.geometry import FloatTriple, Geometry
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import check_labels
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Inputs:
         A voxel of the condition covers `condition_factors` generated voxels, and the first begins at
         `condition_offsets`; None = at 0, and all shapes must match, also the asked `shape_zyx`.
         """
-        self._labels, self._context = config.class_values, None
+        self._labels, self._context, self._warned = config.class_values, None, False
         self.volumes: dict[str, Volume] = {}
         with ExitStack() as opened:
             for name in ("inpaint", "mask", "condition", "instances"):
@@ -65,6 +68,8 @@ class Inputs:
                     nan = {"mask": "air", "condition": config.condition_nan}.get(name, config.nan)
                     volume = open_volume(spec, config.store, missing_chunk, nan)
                     self.volumes[name] = opened.enter_context(volume)
+                    if name == "instances" and volume.dtype.kind not in "bui":
+                        raise ConfigError(f"--instances {volume.name} is {volume.dtype}, not ids; give integers")
             if condition_offsets is None:
                 shape_zyx = _common_shape(self.volumes, inputs.box, shape_zyx, condition_factors)
             self._open = opened.pop_all()
@@ -132,7 +137,20 @@ class Inputs:
         voxels = self._alignments[name].read(there, volume.read)
         if self._labels and name == "condition":
             check_labels(voxels, self._labels, volume.name, there)
+        if name == "instances":
+            self._check_instances(voxels, box)
         return voxels
+
+    def _check_instances(self, ids: NDArray[Any], box: Box) -> None:
+        """Raise DataError for negative ids; warn once if some voxels of class 0 have one (of membranes, all have)."""
+        name = self.volumes["instances"].name
+        if ids.min() < 0:
+            raise DataError(f"--instances {name} has the negative id {ids.min()}; number instances from 1, 0 = none")
+        inside = ids[self.read("condition", box) == 0] != 0
+        if self._labels and not self._warned and inside.any() and not inside.all():
+            self._warned = True
+            text = "%d of %d voxels of class 0 in %s have an instance; check that --instances %s has ids, 0 = none"
+            log.warning(text, np.count_nonzero(inside), inside.size, format_box(box), name)
 
     @property
     def context(self) -> ContextAlignment | None:
