@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vesuvius.commands.cli import Parser, add_config, as_command, full_path, number_from_0, positive, positive_number
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cores", type=positive, metavar="N", help="cores of a node (default: of this machine)")
     steps = parser.add_mutually_exclusive_group()
     given_s = "time of a step without data wait, communication included"
-    steps.add_argument("--step-s", type=positive_number, metavar="S", help=given_s)
+    steps.add_argument("--step-s", type=_number, metavar="S", help=given_s)
     recorded = "the same from the records of a run, profile or bench trial, scaled to the patches per GPU"
     steps.add_argument("--step-from", type=full_path, metavar="DIR", help=recorded)
     parser.add_argument("--json", action="store_true", help="print JSON; null = unknown")
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> int:
         for option, (_, _, meaning) in options.items():
             may_be_0 = option.startswith(("price", "latency"))
             kind = number_from_0 if may_be_0 else positive_number
-            group.add_argument(f"--{option}", type=kind, metavar="X", help=meaning)
+            group.add_argument(f"--{option}", type=partial(_number, kind=kind), metavar="X", help=meaning)
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
 
@@ -85,6 +87,13 @@ def main(argv: list[str]) -> int:
         facts = forecast(config, machines, step, replace(STORES[name], **given(_RATES)), given(_PRICES))
     print_facts(facts if args.json else _named(facts), args)
     return EXIT_OK
+
+
+def _number(text: str, kind: Callable[[str], float] = positive_number) -> float:
+    """Parse a number whose product with others is finite."""
+    if (number := kind(text)) and not 1e-9 <= number <= 1e9:
+        raise ArgumentTypeError(f"{text!r} is not a number from 1e-9 to 1e9")
+    return number
 
 
 def _named(value: Any) -> Any:

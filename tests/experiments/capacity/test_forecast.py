@@ -150,8 +150,19 @@ def test_where_readers_are_not_the_limit_no_number_of_them_is_named(
     assert many["result"]["readers_needed_per_node"] == 2
     for facts in (few, many):
         for limit in facts["limits"]:
-            is_first = limit["limit"] == facts["result"]["first_limit"]
-            assert (limit["raised_by"] == "enough") == (not is_first and (limit["of_needed"] or 0) >= 1.2)
+            assert limit["raised_by"].startswith("enough") == ((limit["of_needed"] or 0) >= 1.2)
+            if limit["limit"] == "network":
+                assert limit["raised_by"] == "unknown; give --node-gb-s and --compression"
+    assert "enough; the GPUs limit the run" in [limit["raised_by"] for limit in many["limits"]]
+
+
+def test_a_slow_request_is_not_called_latency_and_no_remedy_is_refused_by_the_plan(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, name, remedy in ((1e-9, "rate of a request", "not by 512 readers per GPU"), (85, "latency", "")):
+        slow = ("--gpus", 1, "--step-s", "1e-3", "--store", "s3", "--request-mb-s", rate, *GIVEN)
+        rows = {row["limit"]: row["raised_by"] for row in planned(capsys, config, *slow)["limits"]}
+        assert remedy in rows[name]
 
 
 def test_a_run_that_only_waits_takes_as_long_as_its_data_and_free_bytes_cost_nothing(
@@ -253,3 +264,14 @@ def test_a_plan_that_makes_no_sense_is_refused(
 ) -> None:
     assert main(["plan", str(config), *arguments]) == EXIT_CONFIG
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--decode-gb-s", "1e308"), ("--compression", "1e-300"), ("--price-gb", "1e300")]
+)
+def test_a_rate_that_no_machine_has_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", str(config), "--gpus", "1", *arguments])
+    assert f"{arguments[0]}: '{arguments[1]}' is not a number from 1e-9 to 1e9" in capsys.readouterr().err

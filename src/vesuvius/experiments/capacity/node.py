@@ -23,7 +23,8 @@ _WAIT_OK = 0.01  # of a step: a shorter data wait counts as none
 _REGIONS, _TASKS, _CHUNKS, _BATCHES = 128, 2, 20_000, 24
 _VISITS = 1024  # for means
 _LOCAL_READS = 4  # chunks that are read ahead from a disk (`volume.py`)
-_OF_READERS = "decoding: readers", "latency"  # limits that more readers raise
+_OF_READERS = "decoding: readers", "latency", "rate of a request"  # limits that more readers raise
+_UNKNOWN = {"network": "unknown; give --node-gb-s and --compression", "requests/s": "unknown; give --requests-s"}
 READERS_MAX = 512  # per GPU
 _SPARE = 1.2  # times the need is enough
 _FEWER_BYTES = "larger data.stream_gib, data.store.cache_dir or a local copy"
@@ -85,6 +86,7 @@ class NodePlan:
         self._decode_s = decoded_bytes / self.setup.decode_bytes_s
         self._requests_max = max(self.setup.staged * busiest, 1.0)
         request_s = self.setup.latency_s + fetched_bytes / (requests + indices) / self.setup.request_bytes_s
+        self._fetching = _OF_READERS[1 if 2 * self.setup.latency_s >= request_s else 2]
         self._fetch_s = busiest * request_s / min(self.requests, self._requests_max)
         self._chunks, self._work = chunks, cache(self._work_of)
 
@@ -110,9 +112,11 @@ class NodePlan:
         mean, rates, (gpus, nodes, _) = self.mean, self._rates, astuple(self._machines)
         decode_s, fetch_s = self._decode_s, self._fetch_s
         readers, wanted = gpus * self.readers, _SPARE * (needed or 0.0) / mean.patches  # regions/s
-        more = f"training.workers={max(math.ceil(wanted * max(decode_s, fetch_s) / gpus), self.readers + 1)}"
+        workers = max(math.ceil(wanted * max(decode_s, fetch_s) / gpus), self.readers + 1)
+        more = f"training.workers={workers}" if workers <= READERS_MAX else f"not by {READERS_MAX} readers per GPU"
         in_flight = max(math.ceil(self.requests * wanted * fetch_s / readers), 2 * self.requests)
-        latency = f"data.store.requests={in_flight}, or {more}" if in_flight <= self._requests_max else more
+        remedies = f"data.store.requests={in_flight}, or " * (in_flight <= self._requests_max)
+        latency = remedies + more if workers <= READERS_MAX else remedies.removesuffix(", or ") or more
         cores = max(math.ceil(wanted * decode_s / nodes) + self.ranks, self._machines.cores + 1)
         shared = self._data.plan.reads_per_region(gpus) > 1
         once = f"data.regions_in_flight that is a multiple of {gpus}, " if shared else ""
@@ -120,20 +124,21 @@ class NodePlan:
         limits = {
             _OF_READERS[0]: (readers, decode_s, more),
             "decoding: cores": (nodes * self.setup.cores, decode_s, f"{cores} cores a node"),
-            _OF_READERS[1]: (readers, fetch_s, latency),
+            self._fetching: (readers, fetch_s, latency),
             "network": (nodes, mean.fetched_bytes / self.setup.node_bytes_s, f"{once}a faster network, {_FEWER_BYTES}"),
             "requests/s": (1, mean.requests / (rates.requests_s or math.inf), f"{once}{_FEWER_REQUESTS}"),
         }
         rows = list[dict[str, Any]]()
         for name, (count, seconds, how) in limits.items():
             rate = count * mean.patches / seconds if seconds else None
-            if rates.remote or name not in ("latency", "requests/s"):
+            if rates.remote or name not in (self._fetching, "requests/s"):
+                how = _UNKNOWN.get(name, how) if rate is None else how
                 of_needed = rate and needed and rate / needed
                 rows.append({"limit": name, "patches_s": rate, "of_needed": of_needed, "raised_by": how})
         first = min(row["patches_s"] or math.inf for row in rows)
         for row in rows:
-            if (row["of_needed"] or 0.0) >= _SPARE and row["patches_s"] > first:
-                row["raised_by"] = "enough"
+            if (row["of_needed"] or 0.0) >= _SPARE:
+                row["raised_by"] = "enough" if row["patches_s"] > first else "enough; the GPUs limit the run"
         return rows
 
     def _load(self, visit: Visit) -> tuple[ArrayLoad, ...]:
