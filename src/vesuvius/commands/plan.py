@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     stores = parser.add_argument_group("store and decoding")
     names = "figures to begin with, see docs/scale.md (default: by the first remote address)"
     stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
-    for group, options in ((stores, _RATES), (parser.add_argument_group("prices"), _PRICES)):
+    for group, options in ((stores, _RATES), (parser.add_argument_group("prices (the sum has those given)"), _PRICES)):
         for option, (_, _, meaning) in options.items():
             may_be_0 = option.startswith(("price", "latency"))
             kind = number_from_0 if may_be_0 else positive_number
@@ -97,9 +97,11 @@ def _number(text: str, kind: Callable[[str], float] = positive_number) -> float:
 
 
 def _named(value: Any) -> Any:
-    """Replace None, whose lines would be left out, by a word."""
+    """Replace None, whose lines would be left out, by a word, and number texts, to print one per line."""
     if isinstance(value, dict):
         return {key: _named(each) for key, each in value.items()}
     if isinstance(value, list):
+        if value and isinstance(value[0], str):
+            return {str(number): text for number, text in enumerate(value, 1)}
         return [_named(each) for each in value]
     return "unknown" if value is None else value

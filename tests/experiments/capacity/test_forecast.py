@@ -173,6 +173,9 @@ def test_a_run_that_only_waits_takes_as_long_as_its_data_and_free_bytes_cost_not
     patches_s = facts["result"]["available_patches_s"]
     assert facts["total"]["hours"] == pytest.approx(2000 * 4 / patches_s / 3600, rel=0.01)
     assert facts["cost"]["sum"] == 0
+    assert main(["plan", str(config), "--gpus", "8", "--cores", "8", *GIVEN, "cluster.worker_nodes=any"]) == EXIT_OK
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "not", "simulated:", "cluster.worker_nodes=any"] in lines, "a warning per line"
     few_cores = planned(capsys, config, "--gpus", 8, *GIVEN, "cluster.worker_nodes=any")["reading"]["warnings"]
     assert [text.partition(";")[0] for text in few_cores] == [
         "the trainers of 8 GPUs take all 8 cores of a node",

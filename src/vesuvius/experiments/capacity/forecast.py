@@ -14,7 +14,7 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.experiments.capacity.node import READERS_MAX, Machines, NodePlan
 from vesuvius.experiments.capacity.rates import Rates, measured
-from vesuvius.runlog.units import GIB, format_duration
+from vesuvius.runlog.units import GIB
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.stream.start.prepare import amplified_reads, prepare_data
 from vesuvius.training.forecast.plan import first_pass_samples, reading_bytes
@@ -131,12 +131,11 @@ def forecast(
             "resident_bytes": resident_bytes,
         },
         "total": {
-            "passes": regions / reads / plan.slots_per_pass,
+            "passes_of_plan": regions / reads / plan.slots_per_pass,
             "decoded_bytes": round(regions * mean.decoded_bytes),
             "fetched_bytes": fetched and round(fetched),
             "requests": round(regions * mean.requests),
             "hours": hours,
-            "time": hours and format_duration(3600 * hours),
         },
         "cost": cost,
     }
