@@ -118,6 +118,10 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"x\.yaml: {what}") as caught:
             read_config(path)
         assert caught.value.exit_code == EXIT_CONFIG
+    (resolved := path / "config.resolved.yaml").touch()
+    with pytest.raises(ConfigError, match=r"of a run its config\.resolved\.yaml$"):
+        read_config(path)
+    resolved.unlink()
     path.rmdir()
     path.write_bytes(b"name: a\nseed: \xff\n")
     with pytest.raises(ConfigError, match=r"x\.yaml:2: byte 0xff is not UTF-8"):

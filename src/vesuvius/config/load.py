@@ -222,7 +222,8 @@ def _text_of(path: Path, here: str = "") -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config") from None
+        of_run = ", of a run its config.resolved.yaml" if (path / "config.resolved.yaml").exists() else ""
+        raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config{of_run}") from None
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise ConfigError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from None
