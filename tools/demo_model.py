@@ -48,7 +48,7 @@ synth`. It shows that an installation works, and what a model file is. It knows 
 | Size | {megabytes:.1f} MB, {parameters:.2f} M parameters in float32 |
 | Data | 192 x 256 x 256 voxels, `vesuvius volume synth volumes/demo.zarr --shape 192,256,256 --seed 0`; no other |
 | Training | {steps} steps of 8 patches on a CPU, {threads} threads, seed 0 |
-| Error on held-out patches | {error:.3f} of the Wiener filter's (mean over the noise levels that can be learned) |
+| Error on held-out patches | {error:.3f} of the stationary Wiener filter's (mean over the learnable noise levels) |
 | Made by | `make demo-model` at commit {commit}; Python {python}, torch {torch}, numpy {numpy}, {machine} |
 
 Limits: patches are small, so the winding of a scroll is not in the model; 1000 steps are

@@ -333,12 +333,12 @@ def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
     assert [(s.label, s.mid.tolist()) for s in bins.series] == [
         ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
     ]  # fmt: skip
-    assert report.facts["best validation error"] == "0.600 of the Wiener filter's (step 2)"
+    assert report.facts["best validation error"] == "0.600 of the stationary Wiener filter's (step 2)"
     validations.append(validation(4, 0.8, bin_sigmas=[0.25, 60]))  # after a resume by a version with another headline
     report = reported(write_run(tmp_path / "later", [run_start(), step(1), *validations]))
     (bins,) = [chart for chart in report.charts if chart.key == "bins"]
     assert [(s.label, s.mid.tolist()) for s in bins.series] == [("sigma 0.25", [0.8]), ("sigma 60", [0.4])]
-    assert report.facts["best validation error"] == "0.800 of the Wiener filter's (step 4)"
+    assert report.facts["best validation error"] == "0.800 of the stationary Wiener filter's (step 4)"
     keys = [[c.key for c in each.charts if c.key.startswith("relative")] for each in (before, report)]
     assert keys == [["relative_error_all"], ["relative_error"]], "reports do not overlay the two"
 

@@ -47,7 +47,7 @@ def _learning(records: RunRecords) -> Iterator[Chart]:
     title = "Validation error, relative to the stationary Wiener filter"
     judged = any("bin_sigmas" in record for record in validations)  # else it is not compared with other runs' error
     key, of = ("relative_error", "") if judged else ("relative_error_all", ", mean over all levels")
-    yield from chart(key, title + of, "", error, limits=(("Wiener filter", 1.0),))
+    yield from chart(key, title + of, "", error, limits=(("stationary Wiener filter", 1.0),))
     bins = _bins(validations, x)
     yield from chart("bins", "Validation error by noise level", "", bins, log=wants_log(bins))
 

@@ -260,7 +260,7 @@ def commit_text(environment: Mapping[str, Any]) -> str:
 def _best(validations: Sequence[Record]) -> str:
     known = [(error, r.get("step")) for r in validations if np.isfinite(error := figure(r.get("relative_error")))]
     error, step = min(known, key=lambda each: each[0], default=(np.nan, None))
-    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} of the Wiener filter's (step {step})"
+    return NOT_KNOWN if np.isnan(error) else f"{format_number(error)} of the stationary Wiener filter's (step {step})"
 
 
 def _steps(steps: Mapping[str, Column]) -> str:
