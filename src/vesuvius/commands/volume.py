@@ -241,7 +241,7 @@ def add_relabel(commands: Commands) -> None:
         "voxels.  The result depends only on --seed, the labels and the options, and is computed in memory, about "
         "90 bytes a voxel.  Prints topology and contacts of before and after.",
         examples=(
-            "vesuvius volume relabel scan.labels.zarr new.zarr --instances scan.instances.zarr --contact 0.7",
+            "vesuvius volume relabel scan.labels.zarr new.zarr --instances ids.zarr --contact 0.7 --within 3",
             "vesuvius volume relabel bodies.zarr membranes.zarr --boundary --deform 4 --deform-length 24 --seed 1",
         ),
     )
