@@ -118,7 +118,8 @@ def test_available_is_what_the_first_limit_allows_and_the_rest_is_waited_for(
     assert result["first_limit"] == limit
     # Less where readers wait for the one whose regions have more chunks (64 readers, regions of 1 to 8 chunks).
     assert 0.87 < result["available_patches_s"] / most[limit] <= 1.001
-    assert result["needed_patches_s"] * (1 - result["data_wait_percent"] / 100) == pytest.approx(most[limit], rel=0.13)
+    got = result["needed_patches_s"] * (1 - result["data_wait_percent"] / 100)
+    assert got == pytest.approx(result["available_patches_s"], rel=0.1)
 
 
 def test_the_first_limit_is_raised_by_its_remedy(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
