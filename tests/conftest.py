@@ -151,6 +151,8 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int | tuple[int
 
     The files are those that zarr writes, made once for equal voxels: it takes up to ten times as long.
     """
+    if options.pop("overwrite", False):
+        shutil.rmtree(path, ignore_errors=True)
     settings = ({"fill_value": 0} if options.get("zarr_format") == 3 else _V2) | options
     chunk = (chunk,) * voxels.ndim if isinstance(chunk, int) else chunk
     key = voxels.tobytes(), voxels.shape, voxels.dtype.str, chunk, repr(settings)

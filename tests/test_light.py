@@ -58,7 +58,7 @@ BASE = closure(PROJECT["dependencies"])
 
 def names_base(modules: Iterable[str]) -> bool:
     """Whether all are of the base install, the standard library or ours."""
-    ours = {"vesuvius", *sys.stdlib_module_names}
+    ours = {"vesuvius", "vesuvius_diffusion", *sys.stdlib_module_names}
     return all(module in ours or MODULES.get(module, set()) & BASE for module in modules)
 
 

@@ -145,7 +145,7 @@ class _Server:
     """The other end of the server's socket; it ends with this process."""
 
     def __init__(self, tests: Sequence[str]) -> None:
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time, self._owner = threading.Lock(), os.getpid()
         self._socket, theirs = socket.socketpair()
         self._pid = os.fork()
         if not self._pid:
@@ -171,8 +171,9 @@ class _Server:
         return int(_LENGTH.unpack(reply)[0])
 
     def close(self) -> None:
-        self._socket.close()
-        os.waitpid(self._pid, 0)
+        if os.getpid() == self._owner:  # not at the exit of what another server forked
+            self._socket.close()
+            os.waitpid(self._pid, 0)
 
 
 _server: _Server | None = None
