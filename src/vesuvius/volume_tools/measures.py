@@ -77,7 +77,7 @@ def distance(to: NDArray[np.int32]) -> NDArray[np.float32]:
 
 
 def peeled(instances: Labels, voxels: float) -> Mask:
-    """What is left of instances without their outer voxels; parts that would vanish keep their innermost layer."""
+    """Instances without their outer voxels; parts that would vanish keep their innermost layer."""
     inside: Mask = instances != 0
     keep = inside
     edge = inside & (boundaries(instances) != 0)
