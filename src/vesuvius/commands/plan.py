@@ -76,8 +76,7 @@ def main(argv: list[str]) -> int:
         values = {option: getattr(args, option.replace("-", "_")) for option in options}
         return {field: unit * values[name] for name, (field, unit, _) in options.items() if values[name] is not None}
 
-    paths = [array.path for volume in config.data.volumes for array in (*volume.images, *volume.labels)]
-    path = next(filter(is_remote, paths), "")
+    path = next(filter(is_remote, config.data.paths), "")
     name = args.store or ("s3" if path.startswith("s3://") else "http" if path else "local")
     machines = Machines(args.gpus, args.nodes, args.cores or max(int(usable_cores(os.getpid())), 1))
     with redirect_stdout(sys.stderr):  # only the result goes to stdout

@@ -261,6 +261,11 @@ class DataConfig(Section):
         return tuple(range(classes)) if isinstance(classes, int) else classes
 
     @property
+    def paths(self) -> list[str]:
+        """Path or address of each array that readers open, in order; one may occur twice."""
+        return [array.path for volume in self.volumes for array in (*volume.images, *volume.labels)]
+
+    @property
     def condition_nan(self) -> Literal["air", "error"] | float:
         """`nan` for conditions: a number is an intensity, not a label."""
         return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan

@@ -59,9 +59,8 @@ def forecast(
     limits = node.limits(needed)
     most = {limit["limit"]: limit["patches_s"] for limit in limits if limit["patches_s"] is not None}
     paced, wait = node.simulate(step_s) if step_s and most else (None, None)
-    available = (
-        min(nodes * node.simulate(0.0)[0], *most.values()) if most else None
-    )  # means of another sample of regions
+    # The limits are means of other regions than those simulated.
+    available = min(nodes * node.simulate(0.0)[0], *most.values()) if most else None
     if paced and available and needed and nodes * paced > available:
         paced, wait = available / nodes, 1 - available / needed
     readers = node.readers_needed(step_s) if step_s else None
@@ -71,8 +70,7 @@ def forecast(
     regions = len(plan.mixing.slots(0, read)) * reads
     reading = read / config.global_batch  # steps that wait for data
     hours = (step_s * (steps - reading) + read / nodes / paced) / 3600 if step_s and paced else None
-    paths = [array.path for volume in config.data.volumes for array in (*volume.images, *volume.labels)]
-    stores = {path.partition("://")[0] if is_remote(path) else "" for path in paths}
+    stores = {path.partition("://")[0] if is_remote(path) else "" for path in config.data.paths}
     warnings = {
         "planned as if all in the first remote store: volumes of several stores": len(stores) > 1,
         f"the trainers of {node.ranks} GPUs take all {machines.cores} cores of a node; raise --cores": (

@@ -225,8 +225,7 @@ def nodes_alive() -> dict[str, dict[str, Any]]:
 
 def local_paths(data: DataConfig) -> list[str]:
     """Paths of the arrays that readers open, without addresses.  Pure."""
-    arrays = (array for volume in data.volumes for array in (*volume.images, *volume.labels))
-    return sorted({array.path for array in arrays if not is_remote(array.path)})
+    return sorted({path for path in data.paths if not is_remote(path)})
 
 
 def node_text(node: dict[str, Any]) -> str:
