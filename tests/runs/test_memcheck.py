@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -187,6 +188,7 @@ def test_a_hung_run_differs_from_a_slow_and_a_validating_one(tmp_path: Path) -> 
         ring.close()
         assert "no batch of a validation for 3m0" in state(1.0, 200)["state_text"]
         process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
         stopped = state(1.0, 0)
         assert (stopped["state"], stopped["exit_code"]) == ("hung", 10)
         assert "is stopped (SIGSTOP" in stopped["state_text"]
