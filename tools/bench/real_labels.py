@@ -51,11 +51,11 @@ from vesuvius.commands import sample
 from vesuvius.volume_tools.relabel import Changes, change_labels, displacement, moved
 
 ARMS = ("real", "aug", "warped", "pairs", "changed", "guessed", "redrawn", "all")
-COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3
+COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3 voxels, if --edge is not given
 UNLABELED, CLASSES = 3, 4  # classes: 0 inside of a body, 1 next to another body, 2 background
 INTENSITIES = {"low": 60.0, "high": 205.0}  # mapped to -1 and +1 in the diffusion model
 MODEL_STEPS, STEPS = (4000, 800), 800  # of the diffusion model without labels, then with boxes; of the segmenter
-SAMPLER_STEPS, PAIRS = 16, 48
+SAMPLER_STEPS, PAIRS = 16, 48  # pairs, if --pairs is not given
 GUIDANCE = 1.5
 GUESSED, CONTEXT = 96, 16  # slices of each unlabeled scan with guessed walls; more around the slab that is predicted
 WARP = 1.5  # root mean square displacement of a warped copy, voxels
@@ -177,11 +177,12 @@ class Study:
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
         self.voxels, self.ids = (vesuvius.open_volume(path)[:] for path in (arguments.scan, arguments.bodies))
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
-        self.model_steps, self.steps = arguments.model_steps, arguments.steps
+        self.model_steps, self.steps, self.pairs = arguments.model_steps, arguments.steps, arguments.pairs
         self.contact, self.within, self.guess = arguments.contact, arguments.within, arguments.guess
+        self.first = arguments.first
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
-        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, EDGE, max(COUNTS))
+        self.boxes = choose_boxes(classes_of(self.training[1]) > 0, arguments.edge, max(arguments.boxes))
         if not (out / "train.zarr").exists():
             write_array(out / "train.zarr", self.training[0])
 
@@ -210,10 +211,10 @@ class Study:
 
     @functools.cache  # noqa: B019
     def tiles(self, count: int, kind: str) -> tuple[list[Labeled], Path]:
-        """Return PAIRS tiles from N boxes, and a row of their classes."""
+        """Return --pairs tiles from N boxes, and a row of their classes."""
         boxes, path = self.labeled(count), self.out / f"n{count}" / f"{kind}.zarr"
         shares = list[list[float]]()
-        tiles = [change(boxes[number % count], kind, self.contact, number, shares) for number in range(PAIRS)]
+        tiles = [change(boxes[number % count], kind, self.contact, number, shares) for number in range(self.pairs)]
         if shares:
             write_json(path.with_suffix(".json"), shares)
             print("in contact before and after:", np.mean(shares, 0), flush=True)
@@ -247,32 +248,32 @@ class Study:
         return paths
 
     def unlabeled_tiles(self, count: int, whole: bool) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Return the unlabeled scans and their guessed walls, or PAIRS tiles of them."""
+        """Return the unlabeled scans and their guessed walls, or --pairs tiles of them."""
         paths, rng = self.guesses(count), np.random.default_rng(11)
         scans = [vesuvius.open_volume(path)[:GUESSED] for path in self.unlabeled]
         pairs = [(scan, zarr.open_array(path)[: len(scan)]) for scan, path in zip(scans, paths, strict=True)]
         if whole:
             return pairs
         found = []
-        for number in range(PAIRS):
+        for number in range(self.pairs):
             scan, walls = pairs[number % len(pairs)]
             at = tuple(slice(start, start + PATCH) for start in (rng.integers(n - PATCH + 1) for n in scan.shape))
             found.append((scan[at], walls[at]))
         return found
 
     def drawn(self, count: int, arm: str) -> list[Source]:
-        """Return PAIRS tiles of an arm; generate them first if need be."""
+        """Return --pairs tiles of an arm; generate them first if need be."""
         if arm in ("guessed", "redrawn"):
             tiles = self.unlabeled_tiles(count, whole=arm == "guessed")
             if arm == "redrawn":
                 if not (path := self.out / f"n{count}" / "redrawn.zarr").exists():
                     write_array(path, np.concatenate([walls for _, walls in tiles], 2))
-                scans = np.split(self.generate(count, path, PAIRS), PAIRS, 2)
+                scans = np.split(self.generate(count, path, self.pairs), self.pairs, 2)
                 tiles = [(scan, walls) for scan, (_, walls) in zip(scans, tiles, strict=True)]
             return [(self.scaled(scan), walls.astype(np.float32)) for scan, walls in tiles]
         tiles, labels = self.tiles(count, "changed" if arm == "changed" else "warped")
         if arm != "warped":
-            scans = np.split(self.generate(count, labels, PAIRS), PAIRS, 2)
+            scans = np.split(self.generate(count, labels, self.pairs), self.pairs, 2)
             tiles = [(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=True)]
         return [self.source(tile) for tile in tiles]
 
@@ -282,7 +283,7 @@ class Study:
         if not path.exists():
             drawn = self.drawn(count, arm) if arm in ARMS[2:-1] else []
             real = [self.source(each) for each in ([self.training] if arm == "all" else self.labeled(count))]
-            torch.save(train_segmenter(real, drawn, self.steps, seed, arm).state_dict(), path)
+            torch.save(train_segmenter(real, drawn, self.steps, seed, arm, self.first).state_dict(), path)
         network = fibsem.UNet(WIDTHS).eval()
         network.load_state_dict(torch.load(path))
         result: dict[str, Any] = {"arm": arm, "count": count, "seed": seed}
@@ -366,8 +367,11 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
+    parser.add_argument("--edge", type=int, default=EDGE, help="of a labeled box, voxels")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="generated tiles of an arm")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the segmenter")
     parser.add_argument("--guess", action="store_true", help="train the diffusion model with guessed walls, too")
+    parser.add_argument("--first", action="store_true", help="train on generated tiles first, then on boxes")
     parser.add_argument("--contact", type=float, default=0, help="share of surfaces that `changed` brings together")
     parser.add_argument("--within", type=int, metavar="VOXELS", help="count fused bodies with gaps up to this")
     parser.add_argument("--picture", metavar="PNG", help="of the last N, once `pairs` has its seed 0")
@@ -378,7 +382,11 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
-        settings |= {"guess": True} if args.guess else {}
+        settings |= {
+            key: value
+            for key in ("guess", "first", "edge", "pairs")
+            if (value := getattr(args, key)) != parser.get_default(key)
+        }
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
         if (old := json.loads(path.read_text())) != settings | {"model_steps": list(args.model_steps)}:

@@ -36,15 +36,18 @@ def patch(sources: Sequence[Source], rng: np.random.Generator, augment: bool, le
     return scan.astype(np.float32), walls.astype(np.float32)
 
 
-def train_segmenter(real: Sequence[Source], drawn: Sequence[Source], steps: int, seed: int, arm: str) -> fibsem.UNet:
-    """Train a U-Net; if there are drawn sources, every other patch is from them."""
+def train_segmenter(
+    real: Sequence[Source], drawn: Sequence[Source], steps: int, seed: int, arm: str, drawn_first: bool = False
+) -> fibsem.UNet:
+    """Train a U-Net; if there are drawn sources, every other patch is from them, or those of the first half are."""
     torch.manual_seed(seed)
     rng, least = np.random.default_rng((seed, 1)), float(real[0][1].mean()) if arm == "all" else 0.0
     network = fibsem.UNet(WIDTHS).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
-    for _ in range(steps):
-        cut = [patch(drawn if drawn and n % 2 else real, rng, arm != "real", least) for n in range(BATCH)]
+    for step in range(steps):
+        drawn_now = [step < steps / 2] * BATCH if drawn_first else [n % 2 > 0 for n in range(BATCH)]
+        cut = [patch(drawn if drawn and now else real, rng, arm != "real", least) for now in drawn_now]
         scan, walls = (torch.from_numpy(np.stack(each))[:, None] for each in zip(*cut, strict=True))
         logits = network(scan.to(memory_format=torch.channels_last_3d))
         found = logits.sigmoid()
