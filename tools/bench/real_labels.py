@@ -382,11 +382,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
-        settings |= {
-            key: value
-            for key in ("guess", "first", "edge", "pairs")
-            if (value := getattr(args, key)) != parser.get_default(key)
-        }
+        chosen = {key: getattr(args, key) for key in ("guess", "first", "edge", "pairs")}
+        settings |= {key: value for key, value in chosen.items() if value != parser.get_default(key)}
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
         if (old := json.loads(path.read_text())) != settings | {"model_steps": list(args.model_steps)}:
