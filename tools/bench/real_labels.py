@@ -4,8 +4,8 @@
     vesuvius volume import data/fibsem/groundtruth.h5:/bodies bodies.zarr --voxel-size-um 0.01,0.01,0.01 --labels
     python tools/bench/real_labels.py scan.zarr bodies.zarr --out study --unlabeled stack1.zarr stack2.zarr
 
-The volume is split along z into a training, a validation and a test part, a patch apart.  Labels are boxes of the
-training part.  The target is walls: voxels next to another body, and background.  A U-Net is trained for the same
+The volume is split along z (--split) into a training, a validation and a test part, a patch apart.  Labels are boxes of
+the training part.  The target is walls: voxels next to another body, and background.  A U-Net is trained for the same
 number of steps with
 
     real     the boxes
@@ -18,10 +18,11 @@ number of steps with
     all      aug, with labels everywhere in the training part, in patches with as many walls as the boxes
 
 The diffusion model is pretrained on the scan of the training part and on the unlabeled volumes, then trained on the
-boxes with labels; it sees neither scan nor labels of the other parts.  With --guess, the walls of `guessed` are its
-labels outside of the boxes (You et al. 2023, arXiv:2302.10586).  The thresholds of walls and of the watershed
-are those that suit the validation part best.  A seed sets the U-Net, its patches and their jitter.  The same command
-continues after a stop; `--table` prints the results so far.
+boxes with labels; it sees neither scan nor labels of the other parts.  With --whole-scan, it sees their scan, as where
+the rest of a scan is to be segmented.  With --guess, the walls of `guessed` are its labels outside of the boxes (You et
+al. 2023, arXiv:2302.10586).  The thresholds of walls and of the watershed are those that suit the validation part best.
+A seed sets the U-Net, its patches and their jitter.  The same command continues after a stop; `--table` prints the
+results so far.
 """
 
 from __future__ import annotations
@@ -175,16 +176,18 @@ class Study:
     """A scan, its bodies, and the labeled boxes; what belongs to N boxes lies in the folder n<N>."""
 
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
-        self.voxels, self.ids = (vesuvius.open_volume(path)[:] for path in (arguments.scan, arguments.bodies))
+        paths, axis = (arguments.scan, arguments.bodies), "zyx".index(arguments.split)
+        self.voxels, self.ids = (np.moveaxis(vesuvius.open_volume(path)[:], axis, 0) for path in paths)
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
         self.model_steps, self.steps, self.pairs = arguments.model_steps, arguments.steps, arguments.pairs
         self.contact, self.within, self.guess = arguments.contact, arguments.within, arguments.guess
         self.first = arguments.first
+        self.depths = [len(self.ids) if arguments.whole_scan else GUESSED, *[GUESSED] * len(arguments.unlabeled)]
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
         self.boxes = choose_boxes(classes_of(self.training[1]) > 0, arguments.edge, max(arguments.boxes))
         if not (out / "train.zarr").exists():
-            write_array(out / "train.zarr", self.training[0])
+            write_array(out / "train.zarr", self.voxels if arguments.whole_scan else self.training[0])
 
     @functools.cache  # noqa: B019
     def part(self, name: str) -> Labeled:
@@ -236,12 +239,13 @@ class Study:
             network = train_segmenter(boxes, [], self.steps, SEEDS, "aug")  # of a seed that no arm has
             scan, walls = self.source(self.part("validation"))
             edge = best_edge(predict(network, scan), walls)
-            for path, scan in zip(paths, map(vesuvius.open_volume, self.unlabeled), strict=True):
+            scans = map(vesuvius.open_volume, self.unlabeled)
+            for path, scan, depth in zip(paths, scans, self.depths, strict=True):
                 if path.exists():
                     continue
-                classes = np.full(scan.shape_zyx, UNLABELED, np.uint8)
-                for at in range(0, min(GUESSED, len(classes)), PATCH):
-                    first, last = max(0, at - CONTEXT), min(at + PATCH, GUESSED, len(classes))
+                classes, depth = np.full(scan.shape_zyx, UNLABELED, np.uint8), min(depth, scan.shape_zyx[0])
+                for at in range(0, depth, PATCH):
+                    first, last = max(0, at - CONTEXT), min(at + PATCH, depth)
                     found = predict(network, self.scaled(scan[first : last + CONTEXT]))[at - first :][: last - at]
                     classes[at:last] = found > edge
                 write_array(path, classes)
@@ -250,7 +254,7 @@ class Study:
     def unlabeled_tiles(self, count: int, whole: bool) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
         """Return the unlabeled scans and their guessed walls, or --pairs tiles of them."""
         paths, rng = self.guesses(count), np.random.default_rng(11)
-        scans = [vesuvius.open_volume(path)[:GUESSED] for path in self.unlabeled]
+        scans = [vesuvius.open_volume(each)[:depth] for each, depth in zip(self.unlabeled, self.depths, strict=True)]
         pairs = [(scan, zarr.open_array(path)[: len(scan)]) for scan, path in zip(scans, paths, strict=True)]
         if whole:
             return pairs
@@ -367,6 +371,8 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
+    parser.add_argument("--split", choices="zyx", default="z", help="axis along which the volume is split")
+    parser.add_argument("--whole-scan", action="store_true", help="the diffusion model sees the scan of all parts")
     parser.add_argument("--edge", type=int, default=EDGE, help="of a labeled box, voxels")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="generated tiles of an arm")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the segmenter")
@@ -382,7 +388,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
-        chosen = {key: getattr(args, key) for key in ("guess", "first", "edge", "pairs")}
+        chosen = {key: getattr(args, key) for key in ("guess", "first", "edge", "pairs", "split", "whole_scan")}
         settings |= {key: value for key, value in chosen.items() if value != parser.get_default(key)}
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
