@@ -12,6 +12,7 @@ number of steps with
     aug      the same, mirrored and turned, with jittered intensities and noise
     warped   aug, half of the patches from elastically warped copies of the boxes (scan and labels)
     pairs    aug, half of the patches from scans that a diffusion model generated from the labels of `warped`
+    filtered as pairs, only the half whose walls a U-Net of `aug` finds best
     changed  as pairs, from labels that `vesuvius volume relabel` would write, in contact with --contact
     guessed  aug, half of the patches from unlabeled scans with the walls that a U-Net of `aug` finds there
     redrawn  as pairs, from tiles of these walls
@@ -45,13 +46,14 @@ import zarr
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
+from study_table import table
 from wall_segmenter import PATCH, WIDTHS, Floats, Labels, Source, best_edge, predict, segment, train_segmenter
 
 import vesuvius
 from vesuvius.commands import sample
 from vesuvius.volume_tools.relabel import Changes, change_labels, displacement, moved
 
-ARMS = ("real", "aug", "warped", "pairs", "changed", "guessed", "redrawn", "all")
+ARMS = ("real", "aug", "warped", "pairs", "filtered", "changed", "guessed", "redrawn", "all")
 COUNTS, SEEDS, EDGE = (4, 2, 8), 5, 32  # boxes of EDGE^3 voxels, if --edge is not given
 UNLABELED, CLASSES = 3, 4  # classes: 0 inside of a body, 1 next to another body, 2 background
 INTENSITIES = {"low": 60.0, "high": 205.0}  # mapped to -1 and +1 in the diffusion model
@@ -231,14 +233,18 @@ class Study:
         checkpoint = train_model(self.out / f"n{count}", self.unlabeled, self.model_steps, count, guessed)
         return generate(checkpoint, labels, tiles)
 
+    @functools.cache  # noqa: B019
+    def first_segmenter(self, count: int) -> tuple[fibsem.UNet, float]:
+        """Return a U-Net of `aug` of a seed that no arm has, and its threshold of walls."""
+        network = train_segmenter([self.source(each) for each in self.labeled(count)], [], self.steps, SEEDS, "aug")
+        scan, walls = self.source(self.part("validation"))
+        return network, best_edge(predict(network, scan), walls)
+
     def guesses(self, count: int) -> list[Path]:
         """Return label volumes of the unlabeled scans: the walls that a U-Net of `aug` finds in their first slices."""
         paths = [self.out / f"n{count}" / f"guessed{number}.zarr" for number in range(len(self.unlabeled))]
         if not all(path.exists() for path in paths):
-            boxes = [self.source(each) for each in self.labeled(count)]
-            network = train_segmenter(boxes, [], self.steps, SEEDS, "aug")  # of a seed that no arm has
-            scan, walls = self.source(self.part("validation"))
-            edge = best_edge(predict(network, scan), walls)
+            network, edge = self.first_segmenter(count)
             scans = map(vesuvius.open_volume, self.unlabeled)
             for path, scan, depth in zip(paths, scans, self.depths, strict=True):
                 if path.exists():
@@ -279,7 +285,12 @@ class Study:
         if arm != "warped":
             scans = np.split(self.generate(count, labels, self.pairs), self.pairs, 2)
             tiles = [(scan, ids) for scan, (_, ids) in zip(scans, tiles, strict=True)]
-        return [self.source(tile) for tile in tiles]
+        sources = [self.source(tile) for tile in tiles]
+        if arm == "filtered":
+            network, edge = self.first_segmenter(count)
+            found = [fibsem.dice(predict(network, scan) > edge, walls > 0) for scan, walls in sources]
+            sources = [sources[number] for number in np.argsort(found)[len(found) // 2 :]]
+        return sources
 
     def measure(self, count: int, arm: str, seed: int) -> dict[str, Any]:
         """Train a U-Net; choose thresholds on the validation part; return the figures of the test part."""
@@ -325,42 +336,6 @@ class Study:
         Image.fromarray(np.hstack(row).repeat(2, 0).repeat(2, 1)).save(path)
 
 
-def table(out: Path) -> list[str]:
-    """Return means over seeds, and differences to `aug` of the same seed with two standard errors."""
-    rows = [json.loads(path.read_text()) for path in sorted(out.glob("*-seed*.json"))]
-    known = {(row["count"], row["arm"], row["seed"]): row for row in rows}
-    columns = ["N", "arm", "Dice", "adapted Rand", "splits", "merges", "Dice less aug's", "Rand less aug's"]
-    columns += ["fused by gap", "fused, %, less warped's", "seeds"]
-    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    for count, arm in ((count, arm) for count in sorted(COUNTS) for arm in ARMS):
-        own = [known[count, arm, seed] for seed in range(SEEDS) if (count, arm, seed) in known]
-        if not own:
-            continue
-        pairs = [(row["test"], known[key]["test"]) for row in own if (key := (count, "aug", row["seed"])) in known]
-        dices, *others = (np.mean([row["test"][name] for row in own]) for name in ("dice", "rand", "splits", "merges"))
-        cells = [f"{100 * dices:.1f}", *(f"{each:.3f}" for each in others)]
-        cells += [interval([100 * (a["dice"] - b["dice"]) for a, b in pairs], 1)]
-        cells += [interval([a["rand"] - b["rand"] for a, b in pairs], 3)]
-        fused = np.sum([row["fusions"] for row in own if "fusions" in row], axis=0)
-        cells += [", ".join(f"{n}/{of}" for n, of in fused) if np.ndim(fused) else "-"]
-        pairs = [(row, known[key]) for row in own if (key := (count, "warped", row["seed"])) in known]
-        cells += [interval([fused_share(a) - fused_share(b) for a, b in pairs if "fusions" in a], 1) or "-"]
-        lines.append(f"| {count} | {arm} | {' | '.join(cells)} | {len(own)} |")
-    return lines
-
-
-def fused_share(row: dict[str, Any]) -> float:
-    """Return the percentage of fused bodies among the pairs with gaps up to --within."""
-    fused, pairs = np.sum(row["fusions"], axis=0)
-    return float(100 * fused / pairs)
-
-
-def interval(values: Sequence[float], digits: int) -> str:
-    """Format mean and two standard errors: `+4.2 ± 0.8`."""
-    errors = 2 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
-    return f"{np.mean(values):+.{digits}f} ± {errors:.{digits}f}" if values else "-"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("scan", "bodies"):
@@ -402,7 +377,7 @@ def main() -> None:
                 print(path.read_text(), flush=True)
         if args.picture:
             study.picture(args.boxes[-1], args.picture)
-    print("\n".join(table(out)))
+    print("\n".join(table(out, ARMS)))
 
 
 if __name__ == "__main__":
