@@ -184,6 +184,7 @@ class Study:
         self.model_steps, self.steps, self.pairs = arguments.model_steps, arguments.steps, arguments.pairs
         self.contact, self.within, self.guess = arguments.contact, arguments.within, arguments.guess
         self.first = arguments.first
+        self.names = {"validation": "test", "test": "validation"} if arguments.exchange else {}
         self.depths = [len(self.ids) if arguments.whole_scan else GUESSED, *[GUESSED] * len(arguments.unlabeled)]
         self.training = self.part("train")
         self.mean, self.deviation = self.training[0].mean(), self.training[0].std()
@@ -194,7 +195,7 @@ class Study:
     @functools.cache  # noqa: B019
     def part(self, name: str) -> Labeled:
         """Return scan and bodies; in the validation and test parts, bodies are connected components."""
-        at = parts(len(self.ids))[name]
+        at = parts(len(self.ids))[self.names.get(name, name)]
         ids = self.ids[at].astype(np.int32)
         return self.voxels[at], ids if name == "train" else fibsem.components(ids)
 
@@ -347,6 +348,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
     parser.add_argument("--model-steps", type=int, nargs=2, default=MODEL_STEPS, help="without labels, then with boxes")
     parser.add_argument("--split", choices="zyx", default="z", help="axis along which the volume is split")
+    parser.add_argument("--exchange", action="store_true", help="exchange the validation and the test part")
     parser.add_argument("--whole-scan", action="store_true", help="the diffusion model sees the scan of all parts")
     parser.add_argument("--edge", type=int, default=EDGE, help="of a labeled box, voxels")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="generated tiles of an arm")
@@ -363,7 +365,9 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         settings = {key: getattr(args, key) for key in ("model_steps", "steps", "contact", "within")}
-        chosen = {key: getattr(args, key) for key in ("guess", "first", "edge", "pairs", "split", "whole_scan")}
+        chosen = {
+            key: getattr(args, key) for key in ("guess", "first", "edge", "pairs", "split", "whole_scan", "exchange")
+        }
         settings |= {key: value for key, value in chosen.items() if value != parser.get_default(key)}
         if not (path := out / "settings.json").exists():
             write_json(path, settings)
