@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -126,7 +128,7 @@ _REMEDIES = {
     errno.EFBIG: "raise the limit on file sizes (`ulimit -f`)",
     errno.EROFS: "remount the disk with write access (the system log says why it is read-only)",
     errno.ENAMETOOLONG: "choose a shorter name",
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "move away what is in its place"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR), "move away what is in its place"),
     errno.ENOENT: "check that the folder exists and its disk is mounted",
 }
 
@@ -146,6 +148,36 @@ def disk_remedy(error: BaseException) -> str:
     if isinstance(named, str) and (link := broken_link(Path(named))):
         return link
     return _REMEDIES.get(number, "check the disk and its mount")
+
+
+def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
+    """Return the full path of a file or folder on a disk; expands `~`, accepts file://.  `of` precedes it in messages.
+
+    Raises ConfigError: it is another address, which would become a folder `s3:`, or the working directory is gone.
+    """
+    path = without_file_scheme(os.fspath(text))
+    if "://" in path:
+        raise ConfigError(f"{of}{path} is an address, not a path on a disk; give a path (of a mount, or to copy from)")
+    try:
+        return Path(os.path.expanduser(path)).absolute()
+    except FileNotFoundError as error:
+        raise system_error(error) from None
+
+
+def without_file_scheme(text: str) -> str:
+    """Return a path in place of its file:// address; other texts as they are."""
+    return unquote("/" + text.removeprefix("file://").partition("/")[2]) if text.startswith("file://") else text
+
+
+def system_error(error: OSError) -> VesuviusError:
+    """Return the error to report for one that nothing has translated, with its place in the code.  Asks for the working
+    directory."""
+    try:
+        os.getcwd()
+    except OSError:
+        return ConfigError("The working directory no longer exists; change to another folder and repeat the command")
+    where = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in traceback.extract_tb(error.__traceback__)[-1:])
+    return VesuviusError(f"System error: {error}{where}" + (f"; {disk_remedy(error)}" if error.filename else ""))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -96,6 +97,7 @@ def test_a_damaged_file_is_no_session_and_unknown_keys_are_ignored(tmp_path: Pat
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"of_tomorrow": 1, "limits": data["limits"] | {"too": 2}}))
     assert read_session(path) == record
-    for change in ({"pid": "x"}, {"limits": {"exit_at": "high"}}, {"limits": 3}, {"begin_time": None}):
+    wrong = ({"pid": "x"}, {"pid": -1}, {"limits": {"exit_at": "high"}}, {"limits": 3}, {"begin_time": None})
+    for change in (*wrong, {"begin_time": math.nan}, {"begin_time": 1e300}):
         path.write_text(json.dumps(data | change))
         assert read_session(path) is None, change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 from tests.support.runs import WriteConfig
 from vesuvius.commands import train
-from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_OK, ConfigError
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_OK, ConfigError, VesuviusError
+from vesuvius.report.model import read_report
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training import run
 
@@ -66,6 +68,42 @@ def test_a_failed_start_leaves_nothing_and_does_not_change_an_existing_run(
     code, line = ends(config, capsys)
     assert code == EXIT_CONFIG, "one that was killed before it saved is a run, too, which nothing overwrites"
     assert "continue it with --resume" in line
+
+
+def test_damaged_records_of_a_death_do_not_keep_a_run_from_its_resume(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "runs/tiny")
+    session = json.loads(run.session.read_text())
+    run.session.write_text(json.dumps(session | {"end_time": None, "pid": 2**22 + 1}))
+    samples = [json.loads(line) for line in run.recent.read_text().splitlines()]
+    for sample in samples:
+        sample["limits"][0]["limit_bytes"] = 0
+    run.recent.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    code, line = ends(trained, capsys, "--resume", "training.max_steps=3")
+    assert (code, "cannot explain how the last session ended: ZeroDivisionError" in line) == (EXIT_OK, True), line
+
+
+def test_records_that_cannot_be_written_or_mean_nothing_are_named_in_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "runs/tiny")
+    resume = "--resume", "training.max_steps=3"
+    run.quarantine.write_text('{"kind": "region"}\n')
+    code, line = ends(trained, capsys, *resume)
+    assert code == EXIT_ERROR
+    assert f"cannot read the records of {run.path}: a line of its .jsonl files has a wrong value" in line
+    run.quarantine.unlink()
+    run.metrics.rename(tmp_path / "metrics.jsonl")
+    run.metrics.mkdir()  # as root, a folder instead of a file without permission
+    code, line = ends(trained, capsys, *resume)
+    assert code == EXIT_DATA
+    assert re.search(r"Cannot write the run directory .*metrics\.jsonl'; move away what is in its place", line)
+    with pytest.raises(VesuviusError, match=r"cannot read the records .*metrics\.jsonl"):
+        read_report(run.path)
+    run.metrics.rmdir()
+    (tmp_path / "metrics.jsonl").rename(run.metrics)
+    assert ends(trained, capsys, *resume)[0] == EXIT_OK
 
 
 @pytest.mark.long

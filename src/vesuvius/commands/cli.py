@@ -133,6 +133,10 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except KeyboardInterrupt:
         log.error("interrupted")
         return errors.EXIT_INTERRUPTED
+    except OSError as error:
+        failure = errors.system_error(error)
+        log.error("%s", failure)
+        return failure.exit_code
     except Exception as error:
         log.exception("Bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
         return errors.EXIT_ERROR
@@ -207,8 +211,11 @@ def add_overrides(parser: Parser) -> None:
 
 
 def full_path(text: str) -> Path:
-    """Parse a path that is opened later, perhaps from another working directory."""
-    return Path(text).absolute()
+    """Parse a path on a disk that is opened later, perhaps from another working directory."""
+    try:
+        return errors.disk_path(text)
+    except errors.ConfigError as error:  # argparse replaces the text of a ValueError
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def at_least(least: int) -> Callable[[str], int]:

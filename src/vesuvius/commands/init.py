@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, naturals, say
+from vesuvius.commands.cli import Parser, as_command, full_path, naturals, say
 from vesuvius.commands.sample import level
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     select = "index for each axis other than z, y, x"
     parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
     parser.add_argument("--name", help="name of the run (default: derived from the volume's name)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: configs/NAME.yaml)")
+    parser.add_argument("--out", type=full_path, metavar="FILE", help="file to write (default: configs/NAME.yaml)")
     args = parser.parse_args(argv)
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"

@@ -20,6 +20,7 @@ from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.find_run import find_run, runs_root
+from vesuvius.runlog.records import naming_wrong_values
 
 _EVERY_S = 2.0
 
@@ -108,7 +109,8 @@ def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection
 
 
 def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
-    deaths, session = deaths_of(run), read_session(run / "session.json")
+    with naming_wrong_values(run):
+        deaths, session = deaths_of(run), read_session(run / "session.json")
     if as_lines_of_json:
         say(json.dumps([asdict(death) for death in deaths]))
     else:

@@ -186,6 +186,10 @@ class StoreConfig(Section):
     cache_gib: float = Field(50.0, gt=0)
     """size limit of the cache of all workers, GiB (within 10 %)"""
 
+    def contradictions(self) -> Iterator[str]:
+        if self.cache_dir and "://" in self.cache_dir:
+            yield f"cache_dir {self.cache_dir} is an address; choose a folder on a local disk, or null for no cache"
+
     @property
     def timeout_s(self) -> float:
         """Seconds without data after which a request counts as failed: a retry must fit into an outage."""

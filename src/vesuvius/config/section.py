@@ -4,13 +4,12 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_serializers import PlainSerializer
 from pydantic.functional_validators import WrapValidator
 
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, without_file_scheme
 
 Triple = tuple[int, int, int]
 
@@ -25,9 +24,7 @@ class Location(str):
     written: str
 
     def __new__(cls, text: str) -> Self:
-        if text.startswith("file://"):
-            text = unquote("/" + text.removeprefix("file://").partition("/")[2])
-        text = os.path.expanduser(text)  # pathlib raises for an unknown ~name
+        text = os.path.expanduser(without_file_scheme(text))  # pathlib raises for an unknown ~name
         try:
             path = super().__new__(cls, text if "://" in text or os.path.isabs(text) else str(Path(text).absolute()))
         except FileNotFoundError:

@@ -20,6 +20,7 @@ from vesuvius.runlog.records import from_dict
 
 # The kernel records process starts in ticks of 10 ms; starts closer than this are the same.
 _SAME_START_S = 0.005
+_LAST_TIME = 2.0**37  # far beyond what the calendar can say; NaN is not below it
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
 def read_session(path: Path) -> SessionRecord | None:
     """Return the last session of a run; None if there is none or the file is damaged."""
     try:
-        return from_dict(SessionRecord, json.loads(path.read_bytes()))
+        record = from_dict(SessionRecord, json.loads(path.read_bytes()))
+        return record if record.pid > 0 and 0 < record.begin_time < _LAST_TIME else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -18,7 +18,7 @@ import torch
 
 from vesuvius.config import Triple
 from vesuvius.config.section import natural
-from vesuvius.errors import ConfigError, needs_extra, storage_errors
+from vesuvius.errors import ConfigError, disk_path, needs_extra, storage_errors
 from vesuvius.loader.arguments import device_of
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.predict.inputs import Inputs, arrays_of, input_ranges, integers_of
@@ -151,8 +151,8 @@ def predict_volume(
     """
     size = integers_of("patch_size", patch_size, 1)
     request = PredictRequest(
-        network, volume, Path(out), size, overlap, batch_size, channels, box, mask, device, workers, cluster, blend,
-        activation, threshold, dtype, mirror, normalize, resume,
+        network, volume, disk_path(out), size, overlap, batch_size, channels, box, mask, device, workers, cluster,
+        blend, activation, threshold, dtype, mirror, normalize, resume,
     )  # fmt: skip
     return predict(request, on_progress)
 

@@ -216,7 +216,7 @@ def _changed_keys(start: Record) -> tuple[str, ...]:
 
 def _records(path: Path) -> Iterator[Record]:
     """The records of a file, with only the needed fields of each step: a long run's file exceeds memory."""
-    with suppress(OSError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         for record in iter_records(path):
             if isinstance(record.get("kind"), str) and (record["kind"] != "step" or record.get("step") is not None):
                 is_step = record["kind"] == "step"

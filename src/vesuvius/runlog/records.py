@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from vesuvius.errors import VesuviusError
+from vesuvius.errors import VesuviusError, disk_remedy
 from vesuvius.runlog.files import AppendFile
 
 Record = dict[str, Any]
@@ -58,11 +58,13 @@ def iter_records(path: Path) -> Iterator[Record]:
 
 @contextmanager
 def naming_wrong_values(directory: Path) -> Iterator[None]:
-    """Raise a VesuviusError for what a record with a value of the wrong type causes in the context."""
+    """Raise a VesuviusError for what an unreadable file, or a record with a wrong value, causes in the context."""
     try:
         yield
     except VesuviusError:
         raise
+    except OSError as error:
+        raise VesuviusError(f"cannot read the records of {directory}: {error}; {disk_remedy(error)}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise VesuviusError(
             f"cannot read the records of {directory}: a line of its .jsonl files has a wrong value "

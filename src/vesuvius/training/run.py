@@ -5,7 +5,6 @@ import errno
 import logging
 import shutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,16 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import EXIT_DATA, EXIT_OK, RunMovedError, StorageError, VesuviusError, disk_remedy, one_line
+from vesuvius.errors import (
+    EXIT_DATA,
+    EXIT_OK,
+    RunMovedError,
+    StorageError,
+    VesuviusError,
+    disk_remedy,
+    one_line,
+    system_error,
+)
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
@@ -358,6 +366,4 @@ def _reported_error(error: Exception, directory: RunDir) -> Exception:
     if in_run if named else error.errno in _DISK_ERRNOS:
         remedy = f"{disk_remedy(error)} and continue with --resume"
         return StorageError(f"Cannot write to {directory.path}: {error}; {remedy}")
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
-    return VesuviusError(f"System error: {error}{where}")
+    return system_error(error)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.runlog.records import JsonLines, Record, read_records
+from vesuvius.runlog.records import JsonLines, Record, naming_wrong_values, read_records
 from vesuvius.training.checkpoint.format import BEST_JUDGED
 from vesuvius.volumes.box import Box
 
@@ -145,11 +145,12 @@ def box_of(record: Record) -> Box:
 def read_quarantine(path: Path) -> list[Record]:
     """Regions in quarantine, one record per box, oldest first; empty if there is no file."""
     regions: dict[tuple[str, int, Box], Record] = {}
-    for record in read_records(path) if path.exists() else []:
-        if record["kind"] == _CLEARED:
-            regions.clear()
-        else:
-            regions[region_key(record)] = record
+    with naming_wrong_values(path.parent):
+        for record in read_records(path) if path.exists() else []:
+            if record["kind"] == _CLEARED:
+                regions.clear()
+            else:
+                regions[region_key(record)] = record
     return list(regions.values())
 
 
@@ -161,8 +162,9 @@ def clear_quarantine(path: Path) -> None:
 
 def without_cleared(records: Sequence[Record], path: Path) -> list[Record]:
     """Records of a checkpoint without those cleared since; logs how many are retried."""
+    left = set(map(region_key, read_quarantine(path)))
     ever = [record for record in read_records(path) if record["kind"] != _CLEARED] if path.exists() else []
-    cleared = set(map(region_key, ever)) - set(map(region_key, read_quarantine(path)))
+    cleared = set(map(region_key, ever)) - left
     kept = [record for record in records if region_key(record) not in cleared]
     if retried := len(records) - len(kept):
         log.info("retrying %d of %d unreadable regions, which were cleared from quarantine", retried, len(records))

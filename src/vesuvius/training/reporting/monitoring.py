@@ -10,7 +10,7 @@ from typing import Literal
 
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
-from vesuvius.errors import EXIT_ERROR
+from vesuvius.errors import EXIT_ERROR, one_line
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import MemoryPolicy, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
@@ -61,7 +61,8 @@ class OpenSession:
 def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iterator[OpenSession]:
     """Mark the session as running in `session.json`, and as ended at the end."""
     limits = memory_policy(config, ranks_here)
-    session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
+    with directory.writing():
+        session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
     try:
         yield session
     finally:
@@ -86,7 +87,8 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
         for name in dict.fromkeys(monitor.trackers):
             begin = partial(TRACKERS[name], config.name, directory.path, _settings(config))
             listeners.append(opened.enter_context(Tracker(f"monitor.trackers {name}", begin)).take)
-        metrics = JsonLines(directory.metrics, listeners)
+        with directory.writing():
+            metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics
 
@@ -132,8 +134,11 @@ def run_died(run: RunContext, monitor: Monitor, cause: Literal["gpu", "guard"], 
 
 def log_previous_death(directory: RunDir) -> None:
     """Write a post-mortem if the previous session died.  Needs the run's lock."""
-    if (death := examine_run(directory.path, locked=True)) is not None:
-        _record_death(directory, death)
+    try:
+        if (death := examine_run(directory.path, locked=True)) is not None:
+            _record_death(directory, death)
+    except Exception as error:  # of records that a crash or an editor damaged: no reason not to start
+        log.warning("cannot explain how the last session ended: %s: %s", type(error).__name__, one_line(error))
 
 
 def _record_death(directory: RunDir, death: Death) -> None:
