@@ -202,6 +202,19 @@ def test_a_rehearsal_of_a_restart_deletes_nothing(tmp_path: Path) -> None:
     assert (partial / "prediction.json").exists()
 
 
+def test_a_restart_deletes_only_predictions(tmp_path: Path) -> None:
+    """What an interrupted `vesuvius volume import` of the same name has written stays."""
+    volume, _ = scan(tmp_path)
+    shard = tmp_path / "o.zarr.partial/volume.zarr/0/c/0/0/0"
+    shard.parent.mkdir(parents=True)
+    shard.write_text("days of work")
+    (tmp_path / "o.zarr.partial/import.json").write_text("{}")
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match=r"o\.zarr\.partial exists and was not made by this command"):
+            predict(PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, resume=resume))
+    assert shard.read_text() == "days of work"
+
+
 def test_two_processes_do_not_write_one_volume(tmp_path: Path) -> None:
     volume, _ = scan(tmp_path)
     tried = list[str]()

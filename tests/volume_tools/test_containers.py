@@ -97,6 +97,18 @@ def test_a_virtual_dataset_is_complete_or_refused(tmp_path: Path, case: str) -> 
         open_source(source)
 
 
+def test_voxels_of_no_part_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """HDF5 reads the fill value where a master maps no part, as between the modules of a detector."""
+    opened(virtual(tmp_path))
+    assert not caplog.records
+    layout = h5py.VirtualLayout(SCAN.shape, SCAN.dtype)
+    layout[3:9, :, 4:] = h5py.VirtualSource("master.h5", "entry/data", SCAN.shape)[3:9, :, 4:]
+    with h5py.File(tmp_path / "gaps.h5", "w") as file:
+        file.create_virtual_dataset("data", layout, fillvalue=7)
+    assert (opened(tmp_path / "gaps.h5")[:3] == 7).all()
+    assert "gaps.h5:/data: 2280 of 5400 voxels belong to no part, and are read as 7" in caplog.text
+
+
 def test_parts_of_parts_are_checked_too(tmp_path: Path) -> None:
     """A master of a master; also one whose parts are in the same file, and one that refers to itself."""
     virtual(tmp_path)

@@ -32,6 +32,7 @@ from vesuvius.config import (
 )
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError
+from vesuvius.loader.arguments import no_path
 from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.loader.patch_loader import PatchLoader, array_key
 from vesuvius.predict.tasks import BlockArray
@@ -221,7 +222,7 @@ def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
         return tuple(ArrayConfig(**_fields(each)) for each in images)
     if isinstance(volume, (tuple, list)) and volume:
         return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
-    raise ConfigError(f"volume {volume!r} is not valid; pass a path, an ArrayConfig, or a tuple of these, its channels")
+    raise no_path("volume", volume)
 
 
 def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: Any) -> Ranges:

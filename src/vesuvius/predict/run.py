@@ -33,7 +33,15 @@ from vesuvius.runlog.records import parse_record
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import PartialCopy, check_name, finished_record, is_finished, partial_path
+from vesuvius.volume_tools.partial import (
+    PartialCopy,
+    check_name,
+    check_record,
+    finished_record,
+    has_partial,
+    is_finished,
+    partial_path,
+)
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import VOXELS
@@ -358,11 +366,13 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
 
 
 def _restart(out: Path) -> None:
-    """Delete an unfinished volume.  Raises ConfigError: another process writes it, or it is finished."""
+    """Delete an unfinished prediction.  Raises ConfigError: it is written, finished, or something else."""
     if os.path.lexists(out):
         raise ConfigError(f"{out} exists and would be replaced; remove it, or choose another name")
     path = partial_path(out)
     if path.is_dir():
+        if not has_partial(out, KIND) and {*os.listdir(path)} - {"lock"}:
+            check_record(path, None, {})
         with (path / "lock").open("w") as lock:
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(f"Cannot restart {path}: another process is writing it; wait for it or stop it")

@@ -66,6 +66,7 @@ def read_node(source: Source, path: str) -> Node | None:
             document = parse_object(source, key, data)
             if key != keys[0]:
                 document["attributes"] = parse_object(source, keys[3], stored[3]) if stored[3] is not None else {}
+            document.setdefault("attributes", {})  # optional in zarr v3
             return Node(key, data, document, key == keys[1] or document.get("node_type") == "array")
     return None
 
