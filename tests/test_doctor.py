@@ -257,12 +257,12 @@ def test_a_nearly_full_cgroup_is_detected(tmp_path: Path, used: int, level: str)
 
 
 def test_a_small_shm_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=4 * GIB, free=64 * 2**20))
     found = doctor.check_shm(3 * GIB)
     assert (found.level, found.value) == ("fail", "64 MiB free in /dev/shm, 3.00 GiB needed")
     assert "--shm-size=4g" in found.remedy
     assert doctor.check_shm(doctor.LEAST_SHM_BYTES).level == "fail", "Docker's default is too small for any Ray"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=4 * GIB, free=3 * GIB))
     assert doctor.check_shm(3 * GIB).value.endswith("3.00 GiB needed (docker run --shm-size=4g)")
 
 

@@ -6,7 +6,6 @@ samples and judges, another writes, so that a hung disk or GPU driver does not b
 
 import logging
 import math
-import shutil
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import VramUse
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.samples import KEPT, MemorySample, RecentFile, summarize
-from vesuvius.runlog.files import AsyncWriter, directory_bytes
+from vesuvius.runlog.files import AsyncWriter, directory_bytes, free_disk_bytes
 from vesuvius.runlog.records import JsonLines, Record
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import format_count, format_size
@@ -219,7 +218,7 @@ class Monitor:
         if time.monotonic() >= self._disk_due_s:
             self._disk_due_s, self._disk = time.monotonic() + _DISK_EVERY_S, None
             with suppress(OSError):
-                free_bytes = shutil.disk_usage(self.directory.path).free
+                free_bytes = free_disk_bytes(self.directory.path)
                 self._disk = {"free_bytes": free_bytes, "run_bytes": directory_bytes(self.directory.path)}
         return self._disk
 

@@ -261,8 +261,12 @@ def nearest_existing(path: Path) -> Path:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the free bytes of the disk of a path, which need not exist.  Raises OSError."""
-    return shutil.disk_usage(nearest_existing(path)).free
+    """Return the free bytes of the disk of a path, which need not exist; 2**62 if it has no size, as some FUSE systems.
+
+    Raises OSError.
+    """
+    usage = shutil.disk_usage(nearest_existing(path))
+    return usage.free if usage.total else 2**62
 
 
 def boot_id() -> str:

@@ -19,7 +19,9 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import make_job
 from tests.support.real_cgroup import memory_cgroup_or_skip, popen_in
 from tests.support.system_trees import Roots, empty_roots, write_machine, write_process, write_v2
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between, read_machine
+from vesuvius.monitor.memory.limits import MemoryPolicy
+from vesuvius.monitor.memory.risk import RiskWatch
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between, read_machine, sample_system
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.reading.resident import Resident
 from vesuvius.volumes.box import shape_of
@@ -216,6 +218,20 @@ def test_figures_that_the_kernel_lacks_are_none(roots: Roots) -> None:
     assert machine.page_cache_bytes == 250 * 1024
     assert machine.oom_kills is None
     assert len(machine.core_busy_s) == len(machine.core_total_s) == 2
+
+
+@pytest.mark.parametrize("meminfo", ["", "MemTotal: 0 kB\nMemFree: 0 kB\n"])
+def test_a_kernel_that_refuses_its_figures_leaves_memory_that_no_limit_is_near(roots: Roots, meminfo: str) -> None:
+    """Without them the machine's limit would be 0: a monitor that fails at its start ends the run."""
+    write_process(roots, 10)
+    for name in ("vmstat", "stat"):
+        (roots.proc / name).unlink(missing_ok=True)
+    (roots.proc / "meminfo").write_text(meminfo) if meminfo else (roots.proc / "meminfo").unlink()
+    machine = read_machine()
+    assert machine.available_bytes == machine.total_bytes > 0
+    assert machine.core_busy_s == ()
+    risk = RiskWatch(MemoryPolicy()).add(replace(sample_system(10), processes=()))
+    assert (risk.level.name, risk.limits[0].used_bytes) == ("LOW", 0)
 
 
 @pytest.fixture

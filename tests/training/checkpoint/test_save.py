@@ -262,6 +262,8 @@ def test_without_enough_space_nothing_is_written(tmp_path: Path, monkeypatch: py
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size + 2 * 2**20))
     save(tmp_path, 2, size=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))  # FUSE without statfs
+    save(tmp_path, 3, size=10**6)
 
 
 @pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .*too large"), ("ema", "SafetensorError")])

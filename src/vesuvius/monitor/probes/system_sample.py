@@ -1,9 +1,13 @@
 """Samples a run: its processes, cgroup, machine and GPUs."""
 
+import os
 import time
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
@@ -33,11 +37,19 @@ class MachineUse:
 
 
 def read_machine() -> MachineUse:
-    """Read the machine's counters; figures that the kernel lacks are 0 or None."""
+    """Read the machine's counters; what the kernel lacks or refuses is 0 or None, and memory free."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory: Any = SimpleNamespace(total=pages, available=pages, cached=0, buffers=0, shared=0)
+    swap: Any = SimpleNamespace(used=0, total=0)
+    cores: list[Any] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns about figures that an unusual kernel lacks
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-        cores = psutil.cpu_times(percpu=True)
+        with suppress(Exception):
+            memory = known if (known := psutil.virtual_memory()).total > 0 else memory
+        with suppress(Exception):
+            swap = psutil.swap_memory()
+        with suppress(Exception):
+            cores = psutil.cpu_times(percpu=True)
     # /proc/stat includes guest time in user time.
     total = [sum(core) - core.guest - core.guest_nice for core in cores]
     return MachineUse(

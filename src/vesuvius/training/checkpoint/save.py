@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vesuvius.config import TrainingConfig
 from vesuvius.errors import StorageError, disk_remedy, one_line
-from vesuvius.runlog.files import directory_bytes, flush_to_disk
+from vesuvius.runlog.files import directory_bytes, flush_to_disk, free_disk_bytes
 from vesuvius.runlog.held import folder_of, shown, where
 from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.format import (
@@ -186,7 +186,7 @@ def _save_in(folder: Path, step: int, state: dict[str, Any], config_yaml: str, t
     try:
         # Each tensor's entry takes a few hundred bytes; the rest is plain data.
         needed = sum(tensor.nbytes + 1024 for tensor in tensors_in(state)) + 2**20
-        if needed > (free := shutil.disk_usage(folder).free):  # others also write to this disk
+        if needed > (free := free_disk_bytes(folder)):  # others also write to this disk
             raise OSError(f"{-(-needed // 2**20)} MiB needed and {free // 2**20} MiB free")
         unfinished.mkdir()
         _write_files(unfinished, step, state, config_yaml)
