@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import textwrap
 import threading
 from pathlib import Path
@@ -192,8 +193,9 @@ def test_channels_are_aligned_and_each_normalized_as_by_the_loader(tmp_path: Pat
 
 
 def test_a_loader_hands_its_ranges_to_the_prediction_of_its_volumes_and_its_rule_to_others(
-    tmp_path: Path, volume: Path
+    tmp_path: Path, volume: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """However the path of a volume is spelled; others are named."""
     other = write(tmp_path / "w.zarr", VOXELS // 2 + 50)
     options: dict[str, Any] = {"batch_size": 1, "patch_size": PATCH, "num_workers": 0, "device": "cpu"}
     with vesuvius.PatchLoader(volume, validation_fraction=0.2, **options) as trained:
@@ -201,9 +203,15 @@ def test_a_loader_hands_its_ranges_to_the_prediction_of_its_volumes_and_its_rule
         state = trained.state_dict()
         found = predicted(lambda x: x, volume, tmp_path / "a.zarr", normalize=trained)
     np.testing.assert_allclose(found, (VOXELS - low) / (high - low) * 2 - 1, atol=1e-5)
+    (tmp_path / "link").symlink_to(volume.parent)
+    for number, spelled in enumerate((f"{volume}/", tmp_path / "link" / volume.name, f"file://{volume}")):
+        again = predicted(lambda x: x, spelled, tmp_path / f"a{number}.zarr", normalize=state)
+        np.testing.assert_array_equal(again, found)
+    assert not caplog.records
     with vesuvius.PatchLoader(other, **options) as bare:
         low, high = bare.intensity_ranges[0].low, bare.intensity_ranges[0].high
     found = predicted(lambda x: x, other, tmp_path / "b.zarr", normalize=state)
+    assert re.search(rf"w\.zarr .*was not in training .*estimated anew, {low:g} to {high:g};", caplog.text)
     np.testing.assert_allclose(found, ((VOXELS // 2 + 50.0) - low) / (high - low) * 2 - 1, atol=1e-5)
     for rule, scaled in ((False, VOXELS // 2 + 50), ((10, 30), (VOXELS // 2 + 50 - 10.0) / 10 - 1)):
         with vesuvius.PatchLoader(volume, normalize=rule, **options) as loader:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,7 +44,10 @@ from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, relative, scale, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
+from vesuvius.volumes.store.objects import is_remote
 from vesuvius.volumes.volume import Volume, open_volume
+
+log = logging.getLogger(__name__)
 
 _BLOCK_VOXELS, _SHARDED_VOXELS = 2**21, 2**24
 """Voxels of a staged block, unless a chunk has more; more for shards, whose index is read with each block."""
@@ -260,8 +265,9 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
     with ExitStack() as opened:
         volumes = [opened.enter_context(open_volume(spec)) for spec in arrays]
         keys, patch = list(map(array_key, volumes)), triple(map(min, patch_zyx, volumes[0].shape_zyx))
-    if known.keys() >= {*keys}:
-        return tuple(IntensityRange(*known[key]) for key in keys)
+    in_training = {_without_links(key): IntensityRange(*ends) for key, ends in known.items()}
+    if in_training.keys() >= {*map(_without_links, keys)}:
+        return tuple(in_training[_without_links(key)] for key in keys)
     data = DataConfig(
         volumes=(VolumeConfig(**_fields(arrays[0]), channels=tuple(arrays[1:])),),
         patch_size=patch,
@@ -270,10 +276,29 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
     )
     prepared = prepare_data(0, data)
     try:
-        return prepared.intensity_ranges(data).volumes
+        found = prepared.intensity_ranges(data).volumes
+        if known:
+            ranges = ", ".join(f"{each.low:g} to {each.high:g}" for each in found)
+            some = itertools.islice(known.items(), 4)
+            trained = ", ".join(f"{key}: {low:g} to {high:g}" for key, (low, high) in some)
+            log.warning(
+                "%s was not in training (%s%s): its intensities are estimated anew, %s; if it was, and has moved, pass "
+                "normalize=(low, high)",
+                " with ".join(keys),
+                trained,
+                ", ..." * (len(known) > 4),
+                ranges,
+            )
+        return found
     finally:
         for array in itertools.chain(*prepared.arrays):
             array.close()
+
+
+def _without_links(key: str) -> str:
+    """Return the key of an array in a state, without links and slashes at the end of its path."""
+    address, level = re.findall(r"(.*?)((?: level \d+)? \[[\d, ]*\])$", key, re.DOTALL)[0]
+    return f"{address.rstrip('/') if is_remote(address) else os.path.realpath(address)}{level}"
 
 
 def _fields(spec: ArrayConfig) -> dict[str, Any]:
