@@ -119,7 +119,12 @@ def test_a_wrong_command_line_exits_2_with_a_reason(capsys):
     [
         (["info", "nothing.zarr"], 6, "/nothing.zarr: it does not exist"),
         (["info", "v.zarr", "--level", "3"], 6, "a bare array has only level 0"),
-        (["occupancy", "nothing.zarr"], 6, "it does not exist"),
+        (
+            ["occupancy", "nothing.zarr"],
+            6,
+            "exist; nothing.zarr starts in the working directory: change to its own, or",
+        ),
+        (["info", "/nothing.zarr"], 6, "/nothing.zarr: it does not exist; create"),
         (["copy", "nothing.zarr", "c.zarr"], 6, "it does not exist"),
         (["copy", "v.zarr", "c.zarr", "--size", "1,1,999"], 2, "is not inside"),
         (["copy", "v.zarr", "c.tif"], 2, "c.tif does not end in .zarr"),

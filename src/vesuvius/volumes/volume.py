@@ -297,8 +297,10 @@ def open_volume(
     if not is_remote(spec.path) and not Path(spec.path).exists():
         if link := broken_link(Path(spec.path)):
             raise DataError(f"Cannot open {spec.path}: {link}")
+        written = getattr(spec.path, "written", spec.path)
+        start = "" if os.path.isabs(written) else f"{written} starts in the working directory: change to its own, or "
         raise DataError(
-            f"Cannot open {spec.path}: it does not exist; create a synthetic scroll with `vesuvius volume synth "
+            f"Cannot open {spec.path}: it does not exist; {start}create a synthetic scroll with `vesuvius volume synth "
             f"{spec.path}`, download a real one (the address is in configs/exp001_full.yaml), or choose another volume "
             'with "data.volumes=[{path: PATH.zarr, level: 0}]"'
         )

@@ -58,6 +58,10 @@ def test_missing_and_damaged_models_are_refused_with_the_key(checkpoints: Path, 
         match=r"init_from=nowhere is neither /.*/nowhere nor a run in /.*/runs; give",
     ):
         read_initial_weights(Path("nowhere"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to("/no/disk")
+    with pytest.raises(ConfigError, match=r"run/checkpoints is a link to /no/disk, which does not exist: mount"):
+        read_initial_weights(tmp_path / "run")
     file = checkpoints / "step_00000001/model.safetensors"
     flip_a_byte(file)
     for given in (file, file.parent):

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.errors import ConfigError, StorageError, broken_link, one_line
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.model_file import is_model_file, read_weights
@@ -173,6 +173,9 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 if newest := newest_checkpoint(RunDir(path).checkpoints):
                     return newest
                 raise ConfigError(f"{path} has no checkpoint yet; wait for the first one (training.save_every)")
+        for path in (given.absolute(), *named):
+            if link := broken_link(RunDir(path).checkpoints):
+                raise ConfigError(f"{asked}={given} cannot be read: {link}")
         nowhere = f"is neither {given.absolute()} nor a run in {runs_root().absolute()}"
         problem = "is not a run or checkpoint" if given.exists() else nowhere
     raise ConfigError(
