@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections import Counter
 from itertools import product
@@ -135,12 +136,19 @@ def test_images_and_labels_have_the_bits_of_those_of_the_loader(tmp_path: Path, 
                     assert torch.equal(found.label[0], batch.label[number])
 
 
-def test_channels_and_several_labels_are_those_of_the_loader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_channels_and_several_labels_are_those_of_the_loader(tmp_path: Path, turned: bool) -> None:
+    """Also if a transform resamples them: channels linearly, labels to the nearest voxel."""
     arrays = [
         write_array(tmp_path / f"{seed}.zarr", textured(SHAPE, seed, dtype))
         for seed, dtype in enumerate(("uint8", "float32", "uint8", "int32"))
     ]
     images, labels = tuple(arrays[:2]), tuple(arrays[2:])
+    if turned:
+        rows = [[0.98, -0.2, 0, 3.3], [0.2, 0.98, 0, -2.1], [0, 0, 1, 0.4]]
+        (tmp_path / "t.json").write_text(json.dumps({"transformation_matrix": rows, "fixed_volume": "0.zarr"}))
+        moved = ArrayConfig(path=arrays[2], transform=tmp_path / "t.json")
+        images, labels = (arrays[0], moved), (moved, arrays[3])
     sizes: dict[str, Any] = {"patch_size": (8, 10, 10), "batch_size": 1, "device": "cpu"}
     with PatchLoader([images], labels=[labels], **sizes, augment=False, num_workers=0) as trained:
         batch = next(iter(trained))
