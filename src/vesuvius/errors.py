@@ -156,12 +156,12 @@ def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
     Raises ConfigError: it is another address, which would become a folder `s3:`, or the working directory is gone.
     """
     path = without_file_scheme(os.fspath(text))
-    if "://" in path:
-        raise ConfigError(f"{of}{path} is an address, not a path on a disk; give a path (of a mount, or to copy from)")
+    if "://" in path or not path:
+        raise ConfigError(f"{of}{path!r} is not a path on a disk; give a path (of a mount, or to copy from)")
     try:
         return Path(os.path.expanduser(path)).absolute()
     except FileNotFoundError as error:
-        raise system_error(error) from None
+        raise system_error(error) or error from None
 
 
 def without_file_scheme(text: str) -> str:
@@ -169,9 +169,20 @@ def without_file_scheme(text: str) -> str:
     return unquote("/" + text.removeprefix("file://").partition("/")[2]) if text.startswith("file://") else text
 
 
-def system_error(error: OSError) -> VesuviusError:
-    """Return the error to report for one that nothing has translated, with its place in the code.  Asks for the working
-    directory."""
+# Texts of torch, numpy, C++ and Python.
+_NO_MEMORY = re.compile(r"(can't|Cannot|Unable to) allocate|bad_alloc|can't start new thread")
+
+
+def system_error(error: Exception) -> VesuviusError | None:
+    """Return the error to report for one of the system that nothing has translated; None for a defect of the program.
+
+    Asks for the working directory.
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        remedy = "lower the batch size, the patch size or the workers, or raise the limits (`ulimit -v`, `ulimit -u`)"
+        return VesuviusError(f"The system gives this process no more memory or threads: {one_line(error)}; {remedy}")
+    if not isinstance(error, OSError):
+        return None
     try:
         os.getcwd()
     except OSError:

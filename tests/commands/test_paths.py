@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from vesuvius.commands import cli
-from vesuvius.errors import EXIT_CONFIG, ConfigError
+from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, ConfigError
 from vesuvius.runlog.find_run import runs_root
 
 ADDRESS = "s3://bucket/x.zarr"
@@ -32,7 +35,7 @@ def test_a_result_for_an_address_is_refused_and_no_folder_is_named_after_it(
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == EXIT_CONFIG
-    assert f"{ADDRESS} is an address, not a path on a disk" in capsys.readouterr().err
+    assert f"{ADDRESS!r} is not a path on a disk" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -42,7 +45,10 @@ def test_runs_lie_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         monkeypatch.setenv("VESUVIUS_RUNS", given)
         assert runs_root() == cli.full_path(given) == path
     monkeypatch.setenv("VESUVIUS_RUNS", "gs://bucket/runs")
-    with pytest.raises(ConfigError, match="VESUVIUS_RUNS=gs://bucket/runs is an address"):
+    for unset in ("", "s3://b/x"):
+        with pytest.raises(ArgumentTypeError, match="is not a path on a disk"):
+            cli.full_path(unset)
+    with pytest.raises(ConfigError, match=r"VESUVIUS_RUNS=.gs://bucket/runs. is not a path on a disk"):
         runs_root()
 
 
@@ -57,3 +63,16 @@ def test_a_working_directory_that_is_gone_is_named_in_one_line(
     assert cli.main(arguments) == EXIT_CONFIG
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("The working directory no longer exists; change to another folder and repeat the command")
+
+
+@pytest.mark.parametrize("request_memory", [lambda: bytearray(2**62), lambda: torch.empty(2**62, dtype=torch.uint8)])
+def test_more_memory_than_there_is_is_no_defect_but_other_errors_are(
+    request_memory: Callable[[], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(error: Callable[[], object]) -> list[str]:
+        assert cli.as_command(lambda _: int(bool(error())))([]) == EXIT_ERROR
+        return capsys.readouterr().err.splitlines()
+
+    (line,) = command(request_memory)
+    assert "The system gives this process no more memory or threads: " in line
+    assert "Bug in vesuvius" in command(lambda: [][1])[0]

@@ -133,11 +133,10 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except KeyboardInterrupt:
         log.error("interrupted")
         return errors.EXIT_INTERRUPTED
-    except OSError as error:
-        failure = errors.system_error(error)
-        log.error("%s", failure)
-        return failure.exit_code
     except Exception as error:
+        if failure := errors.system_error(error):
+            log.error("%s", failure)
+            return failure.exit_code
         log.exception("Bug in vesuvius, please report it: %s: %s", type(error).__name__, error)
         return errors.EXIT_ERROR
     finally:

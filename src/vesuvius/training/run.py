@@ -366,4 +366,4 @@ def _reported_error(error: Exception, directory: RunDir) -> Exception:
     if in_run if named else error.errno in _DISK_ERRNOS:
         remedy = f"{disk_remedy(error)} and continue with --resume"
         return StorageError(f"Cannot write to {directory.path}: {error}; {remedy}")
-    return system_error(error)
+    return system_error(error) or error
