@@ -158,6 +158,19 @@ def test_with_a_mask_only_tiles_over_it_are_evaluated_and_voxels_outside_are_0(
     assert 0 < sum(seen[1 : -every - 1]) < every // 2 + 2, "the first call of each is the probe"
 
 
+def test_a_mask_of_labels_is_that_of_the_loader(tmp_path: Path, volume: Path) -> None:
+    values = np.arange(VOXELS.size, dtype=np.uint8).reshape(VOXELS.shape) % 5
+    mask = write(tmp_path / "m.zarr", values)
+    foreground = {"labels": np.isin(values, (1, 4)), "ignore": ~np.isin(values, (1, 4))}
+    for key, expected in foreground.items():
+        marked: Any = vesuvius.MaskConfig(path=mask, **{key: (1, 4)})
+        out = tmp_path / f"{key}.zarr"
+        found = predicted(lambda x: x, volume, out, mask=marked, normalize=False, blend="crop")
+        np.testing.assert_array_equal(found, np.where(expected, VOXELS, 0))
+        with pytest.raises(ConfigError, match="was started with other arguments"):
+            predicted(lambda x: x, volume, out, mask=mask, normalize=False, blend="crop")
+
+
 def test_where_no_chunk_is_stored_nothing_is_evaluated(tmp_path: Path) -> None:
     voxels = np.zeros((32, 32, 400), np.uint8)
     voxels[:, :, 16:32] = 9

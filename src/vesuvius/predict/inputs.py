@@ -27,6 +27,7 @@ from vesuvius.config import (
     ArrayConfig,
     AugmentConfig,
     DataConfig,
+    MaskConfig,
     NormalizeConfig,
     Triple,
     ValidationConfig,
@@ -44,6 +45,7 @@ from vesuvius.stream.start.prepare import IntensityRange, prepare_data
 from vesuvius.volumes.alignment import AnyAlignment, log_alignment
 from vesuvius.volumes.box import Box, format_box, intersection, relative, scale, shape_of, shifted, slices, triple
 from vesuvius.volumes.format.metadata import metadata_hash
+from vesuvius.volumes.occupancy import selection
 from vesuvius.volumes.store.objects import is_remote
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -140,19 +142,24 @@ class Inputs:
         return np.pad(values, [(0, 0), *outside], mode="edge") if any(map(any, outside)) else values
 
     def masked(self, box: Box, from_staged: bool) -> NDArray[np.bool_]:
-        """Return where the mask is not 0, over a box inside; False where the mask does not reach."""
+        """Return where the mask is foreground, over a box inside; False where the mask does not reach."""
         assert self.mask is not None
+        spec = self.mask.volume.spec
+        select = selection(spec if isinstance(spec, MaskConfig) else MaskConfig(path=spec.path))
         found, there = np.zeros(shape_of(box), np.bool_), shifted(box, self.box[0])
         part = intersection(there, self.mask.alignment.covered)
         if all(lo < hi for lo, hi in zip(*part, strict=True)):
             read = self.mask.read if from_staged else self.mask.volume.read
-            found[slices(part, there[0])] = self.mask.alignment.read(part, read) != 0
+            found[slices(part, there[0])] = select(self.mask.alignment.read(part, read))
         return found
 
     def record(self) -> list[Any]:
         """Return names and fingerprints of the arrays, as plain JSON."""
         arrays = ((each.volume, each.needed(self.box)) for each in self.arrays)
-        return [[array_key(volume), metadata_hash(volume.array), stored_stamp(volume, box)] for volume, box in arrays]
+        found = [[array_key(volume), metadata_hash(volume.array), stored_stamp(volume, box)] for volume, box in arrays]
+        spec = self.mask.volume.spec if self.mask else None
+        marks = [spec.labels, spec.ignore] if isinstance(spec, MaskConfig) else []
+        return [*found, marks] if any(marks) else found
 
 
 class _Array:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vesuvius.config import Triple
+from vesuvius.config import ArrayConfig, MaskConfig, Triple
 from vesuvius.config.section import natural
 from vesuvius.errors import ConfigError, disk_path, needs_extra, storage_errors
 from vesuvius.loader.arguments import device_of
@@ -136,7 +136,7 @@ def predict_volume(
         batch_size: tiles per call of the network; "auto" = 1 on a CPU, up to 8 on a GPU.
         channels: channels of the network that are kept; None = all.
         box: ((z, y, x), (z, y, x)) in voxels of the volume; None = all.
-        mask: path or `ArrayConfig`: only where it is not 0, and 0 elsewhere; "stored" = only blocks over stored chunks.
+        mask: path, `ArrayConfig` or `MaskConfig`: 0 outside its foreground; "stored" = only blocks over stored chunks.
         device: CPU or CUDA GPU; None = the current GPU, or the CPU without one.
         workers: None = this process, on a CPU with as many calls of the network at once as cores; N = N processes,
             one GPU each, for networks that are files or "module:function" (1 = this process).
@@ -353,9 +353,9 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
         with needs_extra("Prediction with several workers", "ray"):
             pass
     device, arrays = device_of(request.device), arrays_of(request.volume)
-    mask = None
-    if request.mask is not None and request.mask != "stored":
-        mask, *more = arrays_of(request.mask)
+    mask: ArrayConfig | None = None
+    if request.mask is not None and not (isinstance(request.mask, str) and request.mask == "stored"):
+        mask, *more = [request.mask] if isinstance(request.mask, MaskConfig) else arrays_of(request.mask)
         if more:
             raise ConfigError(f"mask has {1 + len(more)} arrays; pass one")
     with one_thread():
