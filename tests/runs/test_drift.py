@@ -43,6 +43,29 @@ def test_resuming_on_another_dtype_is_refused(trained: Path, volume: Path, capsy
     assert "plan.volumes" in capsys.readouterr().err
 
 
+def test_a_resume_on_a_volume_written_anew_says_so_once(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Same shape, dtype and chunks: only the voxels tell.  More patches are no other voxels."""
+    config = tiny_config(training={"validate_every": 1, "validate_patches": 2})
+
+    def warned(*overrides: str) -> bool:
+        assert vesuvius_train(config, *overrides) == 0
+        return "other voxels at the places of the fixed patches" in capsys.readouterr().err
+
+    assert not warned("training.max_steps=1")
+    assert not warned(
+        "--resume", "training.max_steps=2", f"data.volumes.0.path={volume.rename(volume.parent / 'moved')}"
+    )
+    assert not warned("--resume", "training.max_steps=3", "training.validate_patches=3", "data.volumes.0.path=moved")
+    write_array(volume, textured((96, 128, 128), seed=1))
+    same = "--resume", "training.validate_patches=3"
+    assert warned(*same, "training.max_steps=4")
+    assert not warned(*same, "training.max_steps=5")
+    best = [record["best_step"] for record in records_of("validation")]
+    assert best[3] == 4, "the errors of other voxels do not compare"
+
+
 @pytest.mark.long
 def test_accepted_drift_continues_and_is_recorded(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"validate_every": 1, "validate_patches": 1}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vesuvius.config import Config
-from vesuvius.config.describe import DRAWS_SAMPLES, EFFECTS, OTHER_EXPERIMENT, flatten
+from vesuvius.config.describe import DRAWS_SAMPLES, EFFECTS, OTHER_EXPERIMENT, OTHER_VOXELS, flatten
 from vesuvius.config.load import parse_stored
 from vesuvius.config.yaml_source import read_yaml
 from vesuvius.diffusion.schedule import Schedule
@@ -60,7 +60,11 @@ _MEANING = (
     *("model.", *_LEVELS, "diffusion.noise", "diffusion.prediction"),
     *("data.condition_classes", _CONTEXT),
 )
-_JUDGES = "training.validate_patches", "diffusion.sampler_condition_noise"  # of them validation errors depend
+_JUDGES = (
+    OTHER_VOXELS,
+    "training.validate_patches",
+    "diffusion.sampler_condition_noise",
+)  # of them validation errors depend
 _NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
 
 

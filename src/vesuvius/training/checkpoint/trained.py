@@ -77,6 +77,7 @@ class DataFacts:
     volumes: tuple[TrainedVolume, ...]
     intensities: IntensityRanges  # their intensity ranges
     spectrum: Spectrum  # of their voxels
+    fixed_patches: str = ""  # `FixedPatches.fingerprint`; '' = unknown
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -96,6 +97,7 @@ class DataFacts:
             "volumes": volumes,
             **{key: [[intensity.low, intensity.high] for intensity in ranges] for key, ranges in intensities.items()},
             "spectrum": self.spectrum.state_dict(),
+            "fixed_patches": self.fixed_patches,
         }
 
     @classmethod
@@ -111,7 +113,8 @@ class DataFacts:
             intensities, conditions = (
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
-            return cls(tuple(volumes), IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"]))
+            ranges, spectrum = IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"])
+            return cls(tuple(volumes), ranges, spectrum, state.get("fixed_patches", ""))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "

@@ -6,8 +6,10 @@ start.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,13 @@ class FixedPatches:
     first: int = 0  # index of the first
     # of each, its place in the window of its condition, as `ContextAlignment.rows`; empty without context
     windows: tuple[list[NDArray[np.int64]], ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hashes of their positions and of their voxels, separated by a space."""
+        voxels = hashlib.sha256(self.patches.data)
+        voxels.update(b"" if self.conditions is None else self.conditions.data)
+        return f"{hashlib.sha256(repr((self.volumes, self.starts_zyx)).encode()).hexdigest()} {voxels.hexdigest()}"
 
     def rows(self, first: int, end: int) -> FixedPatches:
         """Return patches first ... end - 1."""
