@@ -9,8 +9,8 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -243,6 +243,14 @@ def take_lock(descriptor: int, path: Path) -> bool:
             "runs), or mount this one with locks (Lustre: -o flock; NFS: start its lock service)"
         ) from error
     return True
+
+
+@contextmanager
+def named_in_utf8(path: Path) -> Iterator[str]:
+    """Another name of a file whose own is not UTF-8, which safetensors and torch's mmap require.  Raises OSError."""
+    with path.open("rb") as file:
+        named = os.fsencode(path).decode(errors="replace")
+        yield named if named == str(path) else f"/proc/self/fd/{file.fileno()}"
 
 
 def directory_bytes(path: Path) -> int:

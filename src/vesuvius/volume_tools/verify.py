@@ -252,7 +252,7 @@ def _journal_of(volume: Volume) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     identity = f"{address}#{volume.array.path}#{volume.axes}#{metadata_hash(volume.array)}"
-    return root / "vesuvius" / "verify" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.txt"
+    return root / "vesuvius" / "verify" / f"{hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]}.txt"
 
 
 def _storage_errors(path: Path) -> AbstractContextManager[None]:

@@ -24,10 +24,12 @@ from vesuvius.training.checkpoint.format import (
     find_damage,
     list_checkpoints,
     load_checkpoint,
+    load_state,
     newest_checkpoint,
     step_of,
     stored_averages,
 )
+from vesuvius.training.checkpoint.model_file import is_model_file
 from vesuvius.training.checkpoint.progress import Best, Progress
 from vesuvius.training.checkpoint.save import save_checkpoint
 
@@ -139,6 +141,11 @@ def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
     optimizer.load_state_dict(found["optimizer"])
     assert newest_checkpoint(tmp_path) == path
     assert stored_averages(path) == ["ema", "ema_0.5"]
+    moved = tmp_path / os.fsdecode(b"caf\xe9")  # Latin-1, which safetensors and torch's mmap refuse
+    path.rename(moved)
+    assert_same(load_checkpoint(moved), state)
+    assert load_state(moved / "state.pt", mmap=True)["step"] == 2
+    assert not is_model_file(moved / "model.safetensors")
 
 
 @pytest.mark.parametrize(

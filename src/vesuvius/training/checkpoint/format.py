@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vesuvius.errors import ConfigError, StorageError, broken_link, one_line
+from vesuvius.runlog.files import named_in_utf8
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.model_file import is_model_file, read_weights
@@ -63,7 +64,8 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
     Never executes code.  Raises StorageError: the file is missing, damaged, or holds other Python objects.
     """
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        with named_in_utf8(path) as named:
+            state: dict[str, Any] = torch.load(named, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:  # torch's message suggests loading it anyway
         raise checkpoint_error(path, "it is not safe to load: it holds more than tensors and data") from error
     except (OSError, RuntimeError, EOFError, IndexError) as error:

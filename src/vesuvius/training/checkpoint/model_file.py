@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vesuvius.errors import StorageError, one_line
+from vesuvius.runlog.files import named_in_utf8
 
 SUFFIX = ".safetensors"
 FORMAT = 1
@@ -87,12 +88,13 @@ def read_model_state(path: Path) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Weights by name, on the CPU, of a model file or of weights alone.  Raises OSError and SafetensorError."""
-    return {name: tensor for name, tensor in load_file(path).items() if name != _SPECTRUM}
+    with named_in_utf8(path) as named:
+        return {name: tensor for name, tensor in load_file(named).items() if name != _SPECTRUM}
 
 
 def _header(path: Path) -> tuple[dict[str, str], Tensor | None]:
     try:
-        with safe_open(path, "pt") as file:
+        with named_in_utf8(path) as named, safe_open(named, "pt") as file:
             return file.metadata() or {}, file.get_tensor(_SPECTRUM) if _SPECTRUM in file.keys() else None  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
