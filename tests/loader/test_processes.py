@@ -310,7 +310,8 @@ def test_a_group_that_begins_later_changes_the_rank(volume: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_SIZE", "8"), ("WORLD_SIZE", "two")]
+    ("variable", "value"),
+    [("WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_SIZE", "8"), ("SLURM_STEP_NUM_TASKS", "4"), ("WORLD_SIZE", "two")],
 )
 def test_an_unknown_rank_of_several_is_refused(
     volume: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str

@@ -10,7 +10,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.stream.options import to_integer
 from vesuvius.stream.reading.reader import ReaderJob
 
-_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")  # of torchrun and others, and of mpirun
+_WORLD_VARIABLES = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"  # torchrun, mpirun, srun
 _checked = Counter[str]()  # comparisons of the positions of all ranks so far, by plan
 
 
