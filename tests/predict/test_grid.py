@@ -231,6 +231,10 @@ def test_an_output_that_does_not_fit_or_comes_twice_is_refused(tmp_path: Path) -
             blend.add(first, wrong)
     with pytest.raises(ConfigError, match=r"begin between voxels of an output with a factor of 1/2; .*multiple=2"):
         blend.add(first, first.image[..., ::2, ::2, ::2])
+    big = torch.full(first.image.shape, 2**24 + 1)
+    with pytest.raises(ConfigError, match=r"Integers up to 16777216 are not exact .*open_volume"):
+        blend.add(first, big)
+    Aggregator(loader).add(first, big - 2)
     with pytest.raises(ConfigError, match="72 of 72 patches were not added"):
         blend.result()
     blend.add(first, first.image)

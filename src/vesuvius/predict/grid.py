@@ -170,10 +170,17 @@ class Aggregator:
     def add(self, batch: GridBatch | Sequence[Box], output: Tensor) -> None:
         """Add outputs (B, K, Z', Y', X') on the patches of a batch, or on patches with these boxes, each once.
 
-        The factor Z'/Z = Y'/Y = X'/X must be one of small integers (`multiple`).  Raises ConfigError.
+        The factor Z'/Z = Y'/Y = X'/X must be one of small integers (`multiple`), and integers below 2^24.  Raises
+        ConfigError.
         """
         boxes = batch.boxes if isinstance(batch, GridBatch) else batch
-        values = output.detach().float().cpu().numpy()
+        given = output.detach().cpu()
+        values = given.float().numpy()
+        if not given.is_floating_point() and np.abs(values).max(initial=0) >= 2**24:  # float32 has no more odd numbers
+            raise ConfigError(
+                f"Integers up to {np.abs(values).max():.0f} are not exact in the float32 of an Aggregator, as those "
+                "below 2^24 are; read labels with vesuvius.open_volume, or number them anew"
+            )
         if self._total is None:
             self._tiling = _scaled(self._tiling, values.shape)
             self._total = np.zeros((values.shape[1], *self._tiling.shape_zyx), np.float32)
