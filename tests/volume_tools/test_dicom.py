@@ -174,6 +174,20 @@ def test_localizers_and_other_files_are_left_out_with_a_warning(
     assert "readme.txt" in caplog.text
 
 
+def test_an_import_into_the_folder_of_its_slices_resumes(tmp_path: Path) -> None:
+    request = ImportRequest(str(series(tmp_path / "ct")), tmp_path / "ct/out.zarr")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_volume(request, interrupt)
+    assert (tmp_path / "ct/out.zarr.partial/lock").stat().st_size == 0
+    for _ in range(2):
+        import_volume(request)
+        np.testing.assert_array_equal(open_volume(request.out)[:], HU)
+
+
 def test_one_of_several_series_is_chosen_by_its_uid(tmp_path: Path) -> None:
     folder = series(tmp_path / "scan", lambda z: {"SeriesInstanceUID": "1.2.4" if z > 4 else SERIES})
     with pytest.raises(

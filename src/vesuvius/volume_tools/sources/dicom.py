@@ -82,12 +82,19 @@ class _Slice:
 def is_dicom(path: Path) -> bool:
     """Whether a file is DICOM or named so, or a folder has such a file."""
     if path.is_dir():
-        files = (file for file in path.rglob("*") if file.is_file())
-        return any(map(is_dicom, islice(files, _MOST_OTHERS)))
+        return any(map(is_dicom, islice(_files_below(path), _MOST_OTHERS)))
     if path.suffix.lower() in (".dcm", ".ima"):
         return True
     with path.open("rb") as stream:
         return stream.read(132)[128:] == b"DICM"
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder, but not those of a zarr in it, such as the one that is being written."""
+    for file in folder.rglob("*"):
+        zarrs = (each for each in file.relative_to(folder).parts[:-1] if each.endswith((".zarr", ".zarr.partial")))
+        if file.is_file() and not any(zarrs):
+            yield file
 
 
 def open_dicom(path: Path, inside: str = "") -> Stored:
@@ -140,7 +147,7 @@ def _read(path: Path) -> list[_Slice]:
     """All frames of all images in a folder, or of a file; other files are left out with a WARNING."""
     library = import_module("pydicom")
     path = path.parent if path.name.upper() == "DICOMDIR" else path
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    files = sorted(_files_below(path)) if path.is_dir() else [path]
     files = [file for file in files if file.name[0] != "." and file.name.upper() != "DICOMDIR"]
     slices, others = list[_Slice](), list[Path]()
     for file in with_progress(files, f"reading the headers in {path}", len(files)):
