@@ -358,6 +358,16 @@ def test_numbers_of_numpy_and_a_folder_left_meanwhile_change_nothing(
     assert "all voxels" not in caplog.text, "only those of one channel"
 
 
+def test_a_prediction_needs_no_working_directory(tmp_path: Path, volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    found = predicted(lambda x: x, volume, tmp_path / "o.zarr", normalize=False, blend="crop")
+    np.testing.assert_array_equal(found, VOXELS)
+    with pytest.raises(ConfigError, match="the path is empty"):
+        predicted(lambda x: x, "", tmp_path / "p.zarr")
+
+
 def test_predictions_at_once_leave_the_threads_of_torch_as_they_were(tmp_path: Path, volume: Path) -> None:
     """Also for later threads, whose number is that of the last `set_num_threads` of any thread."""
     before, found = torch.get_num_threads(), list[int]()

@@ -18,12 +18,14 @@ class Location(str):
     """An absolute path, or an address, that remembers how it was `written`: configs are dumped as written.
 
     Expands `~`, turns a file:// address into a path, and joins a relative path to the current working directory.
-    Raises ValueError: the latter no longer exists.
+    Raises ValueError: the text is empty, or that directory no longer exists.
     """
 
     written: str
 
     def __new__(cls, text: str) -> Self:
+        if not text:
+            raise ValueError("the path is empty (an unset variable?); write `.` for the working directory")
         text = os.path.expanduser(without_file_scheme(text))  # pathlib raises for an unknown ~name
         try:
             path = super().__new__(cls, text if "://" in text or os.path.isabs(text) else str(Path(text).absolute()))
