@@ -18,14 +18,17 @@ import pytest
 import torch
 
 import vesuvius
+from tests.conftest import write_array
 from tests.predict.test_predict import VOXELS, level, network, write
 from tests.support import fork_server
 from tests.support.forked import in_child
-from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.config import ArrayConfig
+from vesuvius.errors import ConfigError, StorageError, VesuviusError
 from vesuvius.predict import run
 from vesuvius.predict.forecast import forecast
 from vesuvius.predict.run import PredictRequest, predict
 from vesuvius.training.stop import StopRequest
+from vesuvius.volume_tools.copy import CopyRequest, copy_box
 
 PATCH = (16, 16, 16)
 
@@ -227,6 +230,35 @@ def test_two_processes_do_not_write_one_volume(tmp_path: Path) -> None:
 
     vesuvius.predict_volume(network(), volume, tmp_path / "o.zarr", patch_size=PATCH, on_progress=on_progress)
     assert len(tried) == 2
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("what", ["tiles", "copy", "shards"])
+def test_what_is_moved_away_while_it_is_written_puts_nothing_into_its_successor(
+    tmp_path: Path, what: str, replaced: bool
+) -> None:
+    """Otherwise tiles of one network become voxels of another's prediction: their files have the same names."""
+    volume, _ = scan(tmp_path)
+    out, successor = tmp_path / "o.zarr", tmp_path / "o.zarr.partial"
+
+    def move(*_: object) -> None:
+        if not (tmp_path / "away").exists():
+            successor.rename(tmp_path / "away")
+            if replaced:
+                successor.mkdir()
+
+    def write() -> None:
+        if what == "tiles":
+            vesuvius.predict_volume(network(), volume, out, patch_size=PATCH, on_progress=move)
+            return
+        grid: dict[str, Any] = {"zarr_format": 3, "shards": (16, 16, 16)} if what == "shards" else {}
+        source = write_array(tmp_path / "source.zarr", VOXELS, chunk=8, **grid)
+        copy_box(CopyRequest(ArrayConfig(path=str(source)), out), on_progress=move)
+
+    with pytest.raises(StorageError, match=r"was moved to .*away|No such file"):
+        write()
+    assert not out.exists()
+    assert not successor.exists() or not list(successor.iterdir())
 
 
 @pytest.mark.long

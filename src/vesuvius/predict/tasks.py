@@ -33,6 +33,7 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.predict.progress import kept_heap, one_thread
 from vesuvius.predict.tiling import BlockGrid, Tiling, overlap_slices
 from vesuvius.runlog.files import boot_id, flush_to_disk, write_atomically
+from vesuvius.runlog.held import refuse_moved
 from vesuvius.threads import Pool
 from vesuvius.volumes.box import Box, shape_of
 
@@ -109,6 +110,7 @@ class BlockArray:
 
 def write_atomic(file: Path, voxels: NDArray[Any], flush: bool = False) -> None:
     """Write under a temporary name and rename, so an existing file is complete and files alone record the progress."""
+    refuse_moved(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_native_id()}.tmp")
     voxels.tofile(temporary)

@@ -1,4 +1,4 @@
-"""The run directory that this process has locked, wherever it is now: others may move, replace or delete it.
+"""Directories that this process has locked, wherever they are now: others may move, replace or delete them.
 
 Its path is looked up again before each write that opens a file by name.  Open files follow a moved directory anyway.
 """
@@ -14,15 +14,15 @@ from vesuvius.errors import RunMovedError
 
 LOCK = ".lock"
 _held: list[tuple[Path, int, os.stat_result]] = []
-"""Absolute path when it was locked, and its lock file: the descriptor, which keeps the inode from being used again."""
+"""Absolute path of each lock file when it was locked, and its descriptor, which keeps the inode from being reused."""
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors, as of a network mount, say nothing
 
 
 @contextmanager
-def holding(directory: Path, lock: int) -> Iterator[None]:
-    """Follow a directory while the context lasts; `lock` is the open `.lock` in it, whose inode identifies it."""
-    entry = (directory.absolute(), lock, os.fstat(lock))
-    held = [entry] if is_at(directory / LOCK, entry[2]) else []  # some FUSE file systems have no stable inodes
+def holding(directory: Path, lock: int, name: str = LOCK) -> Iterator[None]:
+    """Follow a directory while the context lasts; `lock` is the open file `name` in it, whose inode identifies it."""
+    entry = (directory.absolute() / name, lock, os.fstat(lock))
+    held = [entry] if is_at(entry[0], entry[2]) else []  # some FUSE file systems have no stable inodes
     _held.extend(held)
     try:
         yield
@@ -37,11 +37,17 @@ def where(path: Path) -> Path:
     Raises RunMovedError: the directory was deleted or replaced, and is nowhere to be found.
     """
     full = path.absolute()
-    for directory, lock, opened in reversed(_held):
-        if full.is_relative_to(directory):
-            now = _now(directory, lock, opened)
-            return path if now == directory else now / full.relative_to(directory)
+    for file, lock, opened in reversed(_held):
+        if full.is_relative_to(file.parent):
+            now = _now(file, lock, opened)
+            return path if now == file.parent else now / full.relative_to(file.parent)
     return path
+
+
+def refuse_moved(path: Path) -> None:
+    """Raise RunMovedError if the held directory of a path is not in its place: the path may be another process's."""
+    if (now := where(path)) != path:
+        raise RunMovedError(f"{path} was moved to {now} by others while it was written; nothing more is written there")
 
 
 @contextmanager
@@ -88,14 +94,15 @@ def is_at(path: Path, opened: os.stat_result) -> bool:
         return error.errno not in _NOT_THERE
 
 
-def _now(directory: Path, lock: int, opened: os.stat_result) -> Path:
-    if is_at(directory / LOCK, opened):
-        return directory
+def _now(file: Path, lock: int, opened: os.stat_result) -> Path:
+    if is_at(file, opened):
+        return file.parent
     with suppress(OSError):
         now = Path(os.readlink(f"/proc/self/fd/{lock}")).parent  # only on Linux
-        if now != directory and is_at(now / LOCK, opened):
+        if now != file.parent and is_at(now / file.name, opened):
             return now
+    whose, again = ("run directory", "start a new run") if file.name == LOCK else ("folder", "start again")
     raise RunMovedError(
-        f"The run directory {directory} was deleted or replaced while the run was using it; nothing more can be saved "
-        "there: restore it, or start a new run"
+        f"The {whose} {file.parent} was deleted or replaced by others while it was used; nothing more can be saved "
+        f"there: restore it, or {again}"
     )

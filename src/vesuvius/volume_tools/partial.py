@@ -31,6 +31,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files import flush_to_disk, take_lock, write_atomically
+from vesuvius.runlog.held import holding, refuse_moved
 from vesuvius.runlog.records import parse_record
 from vesuvius.threads import started_ahead
 from vesuvius.volume_tools.pyramid import Pyramid, downsample_mean, downsample_mode, multiscale
@@ -84,6 +85,7 @@ class PartialCopy:
                     check_record(self.path, None, self.record)
                 else:
                     write_atomically(recorded, json.dumps(self.record, indent=2).encode())
+                held.enter_context(holding(self.path, lock.fileno(), "lock"))
             yield self
 
     def missing(self, level: int) -> list[Triple]:
@@ -187,6 +189,7 @@ class PartialCopy:
                     shard.add(0, data)
                     shard.finish()
                     return len(data)
+                refuse_moved(file)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, data, lambda written: check_written(written, google_crc32c.value(data)))
         return len(data)
@@ -212,6 +215,7 @@ class PartialCopy:
                 ome = {"ome": {"version": "0.5"} | ome}
             group = zarr.open_group(self._volume, mode="a", zarr_format=3 if self.plan.per_shard else 2)
             group.attrs.put(ome | {attribute(self.kind): self.record})
+            refuse_moved(self._volume)
             self._volume.rename(self.out)
             shutil.rmtree(self.path)
 

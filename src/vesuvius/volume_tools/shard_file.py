@@ -8,6 +8,8 @@ from typing import BinaryIO
 import google_crc32c
 import numpy as np
 
+from vesuvius.runlog.held import refuse_moved
+
 _ABSENT = 2**64 - 1
 _READ_BYTES = 2**22
 
@@ -17,6 +19,7 @@ class ShardFile:
 
     def __init__(self, path: Path, chunks: int) -> None:
         self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        refuse_moved(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary.open("w+b")
         self._index = np.full((chunks, 2), _ABSENT, "<u8")
@@ -35,6 +38,7 @@ class ShardFile:
             file.flush()
             os.fsync(file.fileno())
             check_written(file, self._checksum)
+        refuse_moved(self._path)
         if (self._index != _ABSENT).any():
             self._temporary.replace(self._path)
         else:

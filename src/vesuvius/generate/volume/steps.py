@@ -26,6 +26,7 @@ from vesuvius.predict.progress import ProgressReporter
 from vesuvius.predict.tasks import BlockArray, Blocks, RollingRun, RunTasks, TaskRunner, Tiles
 from vesuvius.predict.tiling import Tiling
 from vesuvius.runlog.files import flush_to_disk
+from vesuvius.runlog.held import refuse_moved
 from vesuvius.training.step.feed import StoredCondition, Windows
 from vesuvius.volumes.box import Box, format_box, relative
 from vesuvius.volumes.context import ContextAlignment
@@ -169,6 +170,7 @@ class TiledRun:
         batches, blocks_per_group = count_batches(self._job, self._active), BLOCKS_PER_GROUP * workers
         for step in range(self._resume(), self._job.steps):
             done, here, after = max(0, step) * batches, self._state(step), self._state(step + 1)
+            refuse_moved(after.x.path)
             after.x.path.mkdir(parents=True, exist_ok=True)  # there may be no blocks
             active = self._active if step >= 0 else ()
             rolling = RollingRun(self._job, here.tiles, step, active, after.x.has)
