@@ -169,16 +169,13 @@ def without_file_scheme(text: str) -> str:
     return unquote("/" + text.removeprefix("file://").partition("/")[2]) if text.startswith("file://") else text
 
 
-# Texts of torch, numpy, C++ and Python.
-_NO_MEMORY = re.compile(r"(can't|Cannot|Unable to) allocate|bad_alloc|can't start new thread")
-
-
 def system_error(error: Exception) -> VesuviusError | None:
     """Return the error to report for one of the system that nothing has translated; None for a defect of the program.
 
     Asks for the working directory.
     """
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+    refused = re.search(r"(can't|Cannot|Unable to) allocate|bad_alloc|can't start new thread", str(error))
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and refused):
         remedy = "lower the batch size, the patch size or the workers, or raise the limits (`ulimit -v`, `ulimit -u`)"
         return VesuviusError(f"The system gives this process no more memory or threads: {one_line(error)}; {remedy}")
     if not isinstance(error, OSError):

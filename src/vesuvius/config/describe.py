@@ -23,7 +23,8 @@ OTHER_EXPERIMENT = ("seed", "model.", "diffusion.", "data.normalize.", "data.con
 DRAWS_SAMPLES = ("diffusion.sampler", "diffusion.residual_guidance")
 # Allowed, but training changes; lines of `resume.drift_effects` begin with EFFECTS.
 EFFECTS = ("learning rate", "effective batch", "average of the weights")
-OTHER_VOXELS = "data.volumes: other voxels at the places of the fixed patches"
+# Nothing else tells that a volume was written anew with the same shape.
+OTHER_VOXELS = "data.volumes: the fixed patches have other voxels, so losses before and after are not comparable"
 CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
 # Step time, without pauses, stays the same.
 SAME_SPEED = (

@@ -14,16 +14,7 @@ from vesuvius.config import Config
 from vesuvius.config.experiment import quiet
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import (
-    EXIT_DATA,
-    EXIT_OK,
-    RunMovedError,
-    StorageError,
-    VesuviusError,
-    disk_remedy,
-    one_line,
-    system_error,
-)
+from vesuvius.errors import EXIT_DATA, EXIT_OK, RunMovedError, StorageError, disk_remedy, one_line, system_error
 from vesuvius.monitor.probes.vram import is_gpu_memory_error
 from vesuvius.monitor.session import end_session
 from vesuvius.monitor.watchdog import Watchdog
@@ -358,7 +349,7 @@ def _train(run: RunContext, train_step: TrainStep, make_tuner: MakeTuner | None)
 def _reported_error(error: Exception, directory: RunDir) -> Exception:
     """The error to report: for a file of the run with its remedy, for another OSError with its code location."""
     # not network errors
-    if not isinstance(error, OSError) or isinstance(error, VesuviusError | ConnectionError | TimeoutError):
+    if not isinstance(error, OSError) or isinstance(error, StorageError | ConnectionError | TimeoutError):
         return error
     named = error.filename if isinstance(error.filename, str) else ""
     # A failed write names no file: with a disk error it is assumed to be one of the run's.

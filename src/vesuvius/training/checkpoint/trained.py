@@ -77,7 +77,7 @@ class DataFacts:
     volumes: tuple[TrainedVolume, ...]
     intensities: IntensityRanges  # their intensity ranges
     spectrum: Spectrum  # of their voxels
-    fixed_patches: str = ""  # `FixedPatches.fingerprint`; '' = unknown
+    fixed_patches: tuple[str, ...] = ()  # `FixedPatches.fingerprint`; () = unknown
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -114,7 +114,7 @@ class DataFacts:
                 tuple(IntensityRange(*pair) for pair in state[key]) for key in ("intensities", "condition_intensities")
             )
             ranges, spectrum = IntensityRanges(intensities, conditions), Spectrum.from_state(state["spectrum"])
-            return cls(tuple(volumes), ranges, spectrum, state.get("fixed_patches", ""))
+            return cls(tuple(volumes), ranges, spectrum, tuple(state.get("fixed_patches", ())))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise StorageError(
                 f"{path} does not describe its training data ({type(error).__name__}: {one_line(error)}): it is from "

@@ -137,9 +137,10 @@ def preflight(
     # Read before the run starts, so that nothing fails weeks later.  A dry run only plans their positions.
     count = fixed_count(config.training, data)
     fixed = read_fixed_patches(data, config.data, count if caches else 0) if count else None
-    facts = DataFacts(trained_volumes(data), intensities, spectrum, fixed.fingerprint if fixed and caches else "")
-    if resumed and (changed := rewritten(resumed.data.fixed_patches, facts.fixed_patches)):
-        resumed.drift.append(changed)
+    facts = DataFacts(trained_volumes(data), intensities, spectrum, fixed.fingerprint if fixed and caches else ())
+    before, now = resumed.data.fixed_patches if resumed else (), facts.fixed_patches
+    if resumed and before != now and before[:1] == now[:1]:
+        resumed.drift.append(OTHER_VOXELS)
     initial = None
     if config.training.init_from is not None and not resumed:
         given = config.training.init_from
@@ -150,17 +151,6 @@ def preflight(
     _check_disk(directory.path, sum(checkpoint_sizes(config)))
     resident = plan_resident(config, data, resumed.step if resumed else 0)
     return Preflight(directory, data, facts, resumed, initial, fixed, resident)
-
-
-def rewritten(before: str, now: str) -> str:
-    """Say if fixed patches (`FixedPatches.fingerprint`) at the same places have other voxels than before; else ''.
-
-    Nothing else tells that a volume or its labels were written anew with the same shape.  Pure.
-    """
-    same_places = bool(before) and before.split()[0] == now.partition(" ")[0]
-    if not same_places or before == now:
-        return ""
-    return f"{OTHER_VOXELS}: a volume or its labels were written anew; losses before and after are not comparable"
 
 
 def config_warnings(config: Config, data: PreparedData, world: int, cores: float) -> list[str]:

@@ -44,11 +44,12 @@ class FixedPatches:
     windows: tuple[list[NDArray[np.int64]], ...] = ()
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Hashes of their positions and of their voxels, separated by a space."""
+    def fingerprint(self) -> tuple[str, str]:
+        """Hashes of their positions and of their voxels."""
         voxels = hashlib.sha256(self.patches.data)
         voxels.update(b"" if self.conditions is None else self.conditions.data)
-        return f"{hashlib.sha256(repr((self.volumes, self.starts_zyx)).encode()).hexdigest()} {voxels.hexdigest()}"
+        places = hashlib.sha256(repr((self.volumes, self.starts_zyx)).encode())
+        return places.hexdigest(), voxels.hexdigest()
 
     def rows(self, first: int, end: int) -> FixedPatches:
         """Return patches first ... end - 1."""
