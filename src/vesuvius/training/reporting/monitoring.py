@@ -78,6 +78,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     """`metrics.jsonl`, and other consumers of its records: TensorBoard, Prometheus, trackers."""
     monitor = config.monitor
     listeners: list[Callable[[dict[str, object]], None]] = []
+    settings = flatten(redacted(config.model_dump(mode="json")))
     with ExitStack() as opened:
         if monitor.tensorboard:
             board = partial(TensorBoard, directory.tensorboard, directory.path)
@@ -85,17 +86,12 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
         if monitor.prometheus_port is not None:
             listeners.append(opened.enter_context(Exporter(monitor.prometheus_port, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
-            begin = partial(TRACKERS[name], config.name, directory.path, _settings(config))
+            begin = partial(TRACKERS[name], config.name, directory.path, settings)
             listeners.append(opened.enter_context(Tracker(f"monitor.trackers {name}", begin)).take)
         with directory.writing():
             metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics
-
-
-def _settings(config: Config) -> dict[str, object]:
-    """Redacted config for experiment trackers."""
-    return flatten(redacted(config.model_dump(mode="json")))
 
 
 @contextmanager
