@@ -213,7 +213,7 @@ def test_a_restart_deletes_only_predictions(tmp_path: Path) -> None:
     shard.write_text("days of work")
     (tmp_path / "o.zarr.partial/import.json").write_text("{}")
     for resume in (True, False):
-        with pytest.raises(ConfigError, match=r"o\.zarr\.partial exists and was not made by this command"):
+        with pytest.raises(ConfigError, match=r"o\.zarr\.partial .*was not (made|begun) by this command"):
             predict(PredictRequest(network(), volume, tmp_path / "o.zarr", PATCH, resume=resume))
     assert shard.read_text() == "days of work"
 

@@ -50,7 +50,7 @@ def data_of(volumes: Volumes, given: dict[str, Any], seed: int | None) -> tuple[
             raise ConfigError(f"{', '.join(unused)} cannot be combined with a data section; set it there")
         return match_volumes(volumes), seed
     for argument, arrays in ("volumes", volumes), ("labels", given.get("labels")), ("mask", given.get("mask")):
-        _check_paths(argument, arrays)
+        check_paths(argument, arrays)
     keys: dict[str, Any] = {name: given[name] for name in _OF_DATA if name in given}
     sizes = natural(keys.get("patch_size"))
     # rot90 is left to the default if it is possible
@@ -94,19 +94,14 @@ def _changed(volume: VolumeConfig, **changes: Any) -> VolumeConfig:
     return VolumeConfig(**volume.given | changes)
 
 
-def no_path(argument: str, given: object) -> ConfigError:
-    """Return the error for an array in place of its path."""
-    found = f"{argument} has a {type(given).__name__} in place of a path: {one_line(repr(given), 80)}"
-    return ConfigError(f"{found}; pass the path or address of a zarr array (write other arrays to one), or a config")
-
-
-def _check_paths(argument: str, given: Any) -> None:
-    """Raise ConfigError for anything but paths and configs in nested lists; None has messages of its own."""
+def check_paths(argument: str, given: Any) -> None:
+    """Raise ConfigError for an array in place of its path, also in nested lists; None has messages of its own."""
     if isinstance(given, (list, tuple)):
         for each in given:
-            _check_paths(argument, each)
+            check_paths(argument, each)
     elif not isinstance(given, (str, os.PathLike, ArrayConfig, Mapping, type(None))):
-        raise no_path(argument, given)
+        found = f"{argument} has a {type(given).__name__} in place of a path: {one_line(repr(given), 80)}"
+        raise ConfigError(f"{found}; pass the path or address of a zarr array (write other arrays to one), or a config")
 
 
 def _listed(given: Any) -> list[Any]:

@@ -34,8 +34,8 @@ from vesuvius.config import (
     VolumeConfig,
 )
 from vesuvius.config.section import natural
-from vesuvius.errors import ConfigError
-from vesuvius.loader.arguments import no_path
+from vesuvius.errors import ConfigError, one_line
+from vesuvius.loader.arguments import check_paths
 from vesuvius.loader.intensity import intensity_scales, normalized
 from vesuvius.loader.patch_loader import PatchLoader, array_key
 from vesuvius.predict.tasks import BlockArray
@@ -227,14 +227,13 @@ def stored_stamp(volume: Volume, box: Box) -> str | None:
 
 def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
     """Return the channels of a volume: a path or address, a config, or a tuple of these.  Raises ConfigError."""
-    if isinstance(volume, (str, os.PathLike)):
-        return (ArrayConfig(path=os.fspath(volume)),)
+    check_paths("volume", volume)
+    if isinstance(volume, (tuple, list)) and volume:
+        return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
     if isinstance(volume, ArrayConfig):
         images = volume.images if isinstance(volume, VolumeConfig) else (volume,)
         return tuple(ArrayConfig(**_fields(each)) for each in images)
-    if isinstance(volume, (tuple, list)) and volume:
-        return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
-    raise no_path("volume", volume)
+    return (ArrayConfig(path=volume),)
 
 
 def channels_of(volume: Any) -> tuple[ArrayConfig, ...]:
@@ -291,17 +290,9 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
     try:
         found = prepared.intensity_ranges(data).volumes
         if known:
+            text = "%s was not in training (%s): its range is estimated anew, %s; if it has moved, pass (low, high)"
             ranges = ", ".join(f"{each.low:g} to {each.high:g}" for each in found)
-            some = itertools.islice(known.items(), 4)
-            trained = ", ".join(f"{key}: {low:g} to {high:g}" for key, (low, high) in some)
-            log.warning(
-                "%s was not in training (%s%s): its intensities are estimated anew, %s; if it was, and has moved, pass "
-                "normalize=(low, high)",
-                " with ".join(keys),
-                trained,
-                ", ..." * (len(known) > 4),
-                ranges,
-            )
+            log.warning(text, " with ".join(keys), one_line(str(dict(known))), ranges)
         return found
     finally:
         for array in itertools.chain(*prepared.arrays):

@@ -33,15 +33,7 @@ from vesuvius.runlog.records import parse_record
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.options import to_integer
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import (
-    PartialCopy,
-    check_name,
-    check_record,
-    finished_record,
-    has_partial,
-    is_finished,
-    partial_path,
-)
+from vesuvius.volume_tools.partial import PartialCopy, check_name, finished_record, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import VOXELS
@@ -379,8 +371,8 @@ def _restart(out: Path) -> None:
         raise ConfigError(f"{out} exists and would be replaced; remove it, or choose another name")
     path = partial_path(out)
     if path.is_dir():
-        if not has_partial(out, KIND) and {*os.listdir(path)} - {"lock"}:
-            check_record(path, None, {})
+        if {*os.listdir(path)} - {"lock"} and not (path / f"{KIND}.json").exists():
+            raise ConfigError(f"{path} was not begun by this command; choose another name or remove it")
         with (path / "lock").open("w") as lock:
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(f"Cannot restart {path}: another process is writing it; wait for it or stop it")

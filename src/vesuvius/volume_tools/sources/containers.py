@@ -120,9 +120,10 @@ def _files_of(data: Any, seen: set[tuple[Path, str]]) -> Iterator[Path]:
                     problem = f"{part.dset_name} has only {source.shape} voxels, less than {where} takes from it"
                     raise refuse(opened.filename, problem, "finish or repeat the recording, or restore the file")
                 yield from _files_of(source, seen)
-        if (mapped := _num_mapped(data)) < data.size:
-            words = "%s: %d of %d voxels belong to no part, and are read as %s"
-            log.warning(words, where, data.size - mapped, data.size, data.fillvalue)
+        with suppress(*_ABSENT):  # unlimited: the parts give the shape
+            if (gaps := data.size - sum(part.vspace.get_select_npoints() for part in data.virtual_sources())) > 0:
+                words = "%s: %d of %d voxels belong to no part, and are read as %s"
+                log.warning(words, where, gaps, data.size, data.fillvalue)
     elif data.external:
         remedy = "import these with --shape and --dtype, or copy it with h5repack"
         raise refuse(where, f"its voxels are in other files ({data.external[0][0]}, ...)", remedy)
@@ -147,14 +148,6 @@ def _part_file(master: Path, where: str, name: str) -> Path:
     if found := [each for each in places if each.is_file()]:
         return found[0]
     raise refuse(where, f"{name}, which holds a part of it, is missing", f"restore it in {master.parent}")
-
-
-def _num_mapped(data: Any) -> float:
-    """The number of voxels that the parts of a virtual dataset hold, counted twice where they overlap."""
-    try:
-        return float(sum(part.vspace.get_select_npoints() for part in data.virtual_sources()))
-    except _ABSENT:  # unlimited: its shape follows from its parts
-        return math.inf
 
 
 def _covers(shape: tuple[int, ...], part: Any) -> bool:
