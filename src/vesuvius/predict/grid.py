@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.config import VolumeConfig
 from vesuvius.errors import ConfigError
 from vesuvius.loader.arguments import device_of, dtype_of_labels, tensor_dtype
 from vesuvius.loader.device import check_cast, joined
 from vesuvius.loader.intensity import intensity_scales, normalized, to_device
-from vesuvius.predict.inputs import arrays_of, channels_of, checked_box, input_ranges, integers_of
+from vesuvius.predict.inputs import arrays_of, checked_box, input_ranges, integers_of
 from vesuvius.predict.tiling import BlockGrid, Tiling, Window, check_blend, overhang, overlap_slices, sliding_tiling
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import to_integer
@@ -83,7 +84,8 @@ class GridLoader:
     ) -> None:
         self._device, self._batch_size = device_of(device), to_integer("batch_size", batch_size, 1)
         patch, multiple = integers_of("patch_size", patch_size, 1), to_integer("multiple", multiple, 1)
-        images, targets = channels_of(volume), () if labels is None else arrays_of(labels)
+        (first, *more), targets = arrays_of(volume), () if labels is None else arrays_of(labels)
+        images = VolumeConfig(**first.given, channels=tuple(more)).images  # resampled as by a `PatchLoader`
         self._arrays = [open_volume(spec) for spec in (*images, *targets)]
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
         dtypes = [array.dtype for array in self._arrays]

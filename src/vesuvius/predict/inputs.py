@@ -236,12 +236,6 @@ def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
     return (ArrayConfig(path=volume),)
 
 
-def channels_of(volume: Any) -> tuple[ArrayConfig, ...]:
-    """Return the channels of a volume as a `PatchLoader` reads them, resampled alike.  Raises ConfigError."""
-    first, *more = arrays_of(volume)
-    return VolumeConfig(**_fields(first), channels=tuple(more)).images
-
-
 def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: Any) -> Ranges:
     """Return the intensity range of each channel.
 

@@ -40,7 +40,7 @@ def open_network(network: Any, device: torch.device, folder: str) -> Network:
     Args:
         network: a module, which is copied; any other callable, used as it is; the path of a TorchScript or torch.export
             file; or "module:function", a function without arguments that builds the network.
-        folder: from which modules can be imported, too.
+        folder: from which modules can be imported, too; "" = the working directory, which may be gone.
 
     Raises:
         ConfigError: it is none of these, or cannot be opened.

@@ -219,7 +219,7 @@ class Work:
             output,
             PartialCopy(request.out, {}, plan, output.dtype, 0, KIND, output.is_labels),
             request.network,
-            _import_folder(),
+            os.getcwd() if self.uses_ray else "",
             str(device),
             tuple(_flips(request.mirror)),
             tuple(array.volume.spec for array in inputs.channels),
@@ -353,16 +353,8 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
     with one_thread():
         ranges = input_ranges(arrays, request.patch_zyx, request.normalize)
         with Inputs(arrays, ranges, mask, request.box, partial_path(request.out) / "state") as inputs:
-            network = open_network(request.network, device, _import_folder())
+            network = open_network(request.network, device, "")
             yield Work(request, inputs, network, device)
-
-
-def _import_folder() -> str:
-    """Return the working directory, from which "module:function" is imported; "" if it is gone."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def _restart(out: Path) -> None:

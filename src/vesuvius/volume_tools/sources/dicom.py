@@ -92,8 +92,8 @@ def is_dicom(path: Path) -> bool:
 def _files_below(folder: Path) -> Iterator[Path]:
     """The files of a folder, but not those of a zarr in it, such as the one that is being written."""
     for file in folder.rglob("*"):
-        zarrs = (each for each in file.relative_to(folder).parts[:-1] if each.endswith((".zarr", ".zarr.partial")))
-        if file.is_file() and not any(zarrs):
+        above = file.relative_to(folder).parts[:-1]
+        if file.is_file() and not any(each.endswith((".zarr", ".zarr.partial")) for each in above):
             yield file
 
 
