@@ -224,6 +224,23 @@ def test_a_weighted_second_entry_oversamples_ink(tmp_path: Path) -> None:
     assert (starts.max(0) - starts.min(0) > 0.8 * (np.array(SHAPE) - PATCH)).all()
 
 
+def test_a_volume_listed_twice_has_one_intensity_range(tmp_path: Path) -> None:
+    """A voxel has one value, from whichever entry its patch comes, and for a `GridLoader` too."""
+    bright = np.zeros(SHAPE, np.uint8)
+    bright[:, SHAPE[1] // 2 :] = 1
+    scan = str(write_array(tmp_path / "scan.zarr", textured(SHAPE) // 4 + bright * 150))
+    masked = VolumeConfig(path=scan, mask=write_array(tmp_path / "mask.zarr", bright), min_foreground=0.9)
+    with load(scan) as alone, load([scan, masked], normalize=True, augment=False) as both:
+        assert both.intensity_ranges == 2 * alone.intensity_ranges
+        samples = {sample.volume: (batch, n) for batch in islice(both, 20) for n, sample in enumerate(batch.samples)}
+        assert samples.keys() == {0, 1}
+        for batch, n in samples.values():
+            (found,) = vesuvius.GridLoader(
+                scan, patch_size=PATCH, box=batch.samples[n].box, normalize=both, device="cpu"
+            )
+            assert torch.equal(found.image[0], batch.image[n])
+
+
 # ---- order
 
 

@@ -156,14 +156,15 @@ class PreparedData:
         arrays = [(index, position) for index in range(len(self.arrays)) for position in positions]
         if normalize.low is not None and normalize.high is not None:
             return (IntensityRange(normalize.low, normalize.high),) * len(arrays)
-        ranges = []
-        for index, position in arrays:
-            array = self.arrays[index][position]
-            boxes = ((index, box) for box in self._sample_boxes(index))
-            what = f"reading patches of {array.name} to estimate its intensity range"
-            voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (position,))
-            ranges.append(estimate_intensity_range(array, voxels, key))
-        return tuple(ranges)
+        ranges, opened = dict[Any, IntensityRange](), [self.arrays[index][position] for index, position in arrays]
+        keys = [(array.name, array.spec.select) for array in opened]  # one that is listed again has the same range
+        for identity, array, (index, position) in zip(keys, opened, arrays, strict=True):
+            if identity not in ranges:
+                boxes = ((index, box) for box in self._sample_boxes(index))
+                what = f"reading patches of {array.name} to estimate its intensity range"
+                voxels = self.read_patches(what, boxes, _BOXES_PER_ESTIMATE, (position,))
+                ranges[identity] = estimate_intensity_range(array, voxels, key)
+        return tuple(map(ranges.__getitem__, keys))
 
     def _sample_boxes(self, volume_index: int) -> Iterator[Box]:
         """Yield boxes of training voxels to estimate an intensity range from: the same for the same plan.
