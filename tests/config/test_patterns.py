@@ -253,7 +253,7 @@ def test_keys_of_a_file_mean_what_they_mean_in_python(folder: Path, monkeypatch:
         ("- {path: a, lvl: 1}", "v.yaml: DataConfig is not valid: volumes.0.lvl: Extra inputs are not permitted$"),
         ("- path: a\n  path: b", "v.yaml:2: 0.path: the key is set twice"),
         ("[]", "at least 1 item"),
-        ("volumes: 3", "volumes.0: Input should be a valid dictionary or"),
+        ("volumes: 3", "v.yaml: volumes: 3 (int) is not a path or config; pass the path"),
         ("name: x", "v.yaml: data: required key is missing"),
     ],
 )

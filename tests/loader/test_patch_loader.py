@@ -468,7 +468,9 @@ def test_an_array_in_place_of_its_path_is_refused_in_one_line(volume: Path, kind
         "volume": lambda given: vesuvius.GridLoader(given, patch_size=(8, 16, 16)),
     }
     for argument, call in calls.items():
-        with pytest.raises(ConfigError, match=rf"^{argument} has a \w+ in place of a path: .*; pass the path [^\n]*$"):
+        with pytest.raises(
+            ConfigError, match=rf"^{argument}: .* \(\w+\) is not a path or config; pass the path [^\n]*$"
+        ):
             call(array[kind])
 
 

@@ -100,8 +100,8 @@ def check_paths(argument: str, given: Any) -> None:
         for each in given:
             check_paths(argument, each)
     elif not isinstance(given, (str, os.PathLike, ArrayConfig, Mapping, type(None))):
-        found = f"{argument} has a {type(given).__name__} in place of a path: {one_line(repr(given), 80)}"
-        raise ConfigError(f"{found}; pass the path or address of a zarr array (write other arrays to one), or a config")
+        found = f"{argument}: {one_line(repr(given), 80)} ({type(given).__name__}) is not a path or config"
+        raise ConfigError(f"{found}; pass the path or address of a zarr array, or write the array to one")
 
 
 def _listed(given: Any) -> list[Any]:

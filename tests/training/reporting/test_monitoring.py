@@ -13,8 +13,8 @@ import pytest
 from tests.support.runs import WriteConfig
 from vesuvius.config.load import read_config
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.runlog.trackers import TensorBoard
-from vesuvius.training.reporting.monitoring import _settings, open_metrics
+from vesuvius.runlog.trackers import TRACKERS, TensorBoard
+from vesuvius.training.reporting.monitoring import open_metrics
 
 
 def test_a_hanging_disk_under_tensorboard_blocks_neither_the_run_nor_other_listeners(
@@ -45,8 +45,15 @@ def test_a_hanging_disk_under_tensorboard_blocks_neither_the_run_nor_other_liste
     assert written == ["run_start", "checkpoint", "event"], "the end waits for them"
 
 
-def test_tracker_settings_contain_no_secrets(tiny_config: WriteConfig) -> None:
-    config = read_config(tiny_config(), ['data.volumes=[{path: "https://me:pw1@h.org/a.zarr?X-Amz-Signature=5ecre7"}]'])
-    settings = str(_settings(config))
+def test_tracker_settings_contain_no_secrets(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[str]()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda name, folder, settings: given.append(str(settings)))
+    path = tiny_config(monitor={"trackers": ["wandb"]})
+    config = read_config(path, ['data.volumes=[{path: "https://me:pw1@h.org/a.zarr?X-Amz-Signature=5ecre7"}]'])
+    with open_metrics(config, RunDir(tmp_path)):
+        pass
+    (settings,) = given
     assert "h.org/a.zarr" in settings
     assert not {"pw1", "5ecre7"} & set(re.split(r"\W", settings))
