@@ -156,7 +156,7 @@ def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
     Raises ConfigError: it is another address, which would become a folder `s3:`, or the working directory is gone.
     """
     path = without_file_scheme(os.fspath(text))
-    if "://" in path or not path:
+    if re.match(r"[a-z][a-z0-9+.-]+:/", path) or not path:  # pathlib makes one slash of two
         raise ConfigError(f"{of}{path!r} is not a path on a disk; give a path (of a mount, or to copy from)")
     try:
         return Path(os.path.expanduser(path)).absolute()
@@ -172,7 +172,7 @@ def without_file_scheme(text: str) -> str:
 def system_error(error: Exception) -> VesuviusError | None:
     """Return the error to report for one of the system that nothing has translated; None for a defect of the program.
 
-    Asks for the working directory.
+    If a relative path was not found, asks for the working directory.
     """
     refused = re.search(r"(can't|Cannot|Unable to) allocate|bad_alloc|can't start new thread", str(error))
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and refused):
@@ -180,11 +180,14 @@ def system_error(error: Exception) -> VesuviusError | None:
         return VesuviusError(f"The system gives this process no more memory or threads: {one_line(error)}; {remedy}")
     if not isinstance(error, OSError):
         return None
-    try:
-        os.getcwd()
-    except OSError:
-        return ConfigError("The working directory no longer exists; change to another folder and repeat the command")
-    where = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in traceback.extract_tb(error.__traceback__)[-1:])
+    if isinstance(error, FileNotFoundError) and not os.path.isabs(error.filename or ""):
+        try:
+            os.getcwd()
+        except OSError:
+            return ConfigError("The working directory no longer exists; change to another folder, repeat the command")
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [at for at in frames if at.filename.startswith(os.path.dirname(__file__))] or frames
+    where = "".join(f" ({Path(at.filename).name}:{at.lineno})" for at in ours[-1:])
     return VesuviusError(f"System error: {error}{where}" + (f"; {disk_remedy(error)}" if error.filename else ""))
 
 

@@ -221,6 +221,8 @@ def test_a_loader_hands_its_ranges_to_the_prediction_of_its_volumes_and_its_rule
         again = predicted(lambda x: x, spelled, tmp_path / f"a{number}.zarr", normalize=state)
         np.testing.assert_array_equal(again, found)
     assert not caplog.records
+    both = state | {"intensity_ranges": {**state["intensity_ranges"], f"{tmp_path}/link/{volume.name} []": (0.0, 1.0)}}
+    np.testing.assert_array_equal(predicted(lambda x: x, volume, tmp_path / "own.zarr", normalize=both), found)
     with vesuvius.PatchLoader(other, **options) as bare:
         low, high = bare.intensity_ranges[0].low, bare.intensity_ranges[0].high
     found = predicted(lambda x: x, other, tmp_path / "b.zarr", normalize=state)

@@ -10,7 +10,8 @@ from vesuvius.errors import ConfigError
 from vesuvius.stream.options import to_integer
 from vesuvius.stream.reading.reader import ReaderJob
 
-_WORLD_VARIABLES = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"  # torchrun, mpirun, srun
+_WORLD_VARIABLES = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"  # torchrun, mpirun
+_OF_STEP = "SLURM_STEP_NUM_TASKS", "PMI_SIZE"  # srun
 _checked = Counter[str]()  # comparisons of the positions of all ranks so far, by plan
 
 
@@ -33,11 +34,13 @@ def launched_rank(known: tuple[int, int] | None) -> tuple[int, int]:
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    for variable in () if known else _WORLD_VARIABLES:
+    of_step = () if "SLURM_PTY_PORT" in os.environ else _OF_STEP  # the one shell of `srun --pty` knows of all tasks
+    for variable in () if known else (*_WORLD_VARIABLES, *of_step):
         if (value := os.environ.get(variable, "").strip()) not in ("", "1"):
             raise ConfigError(
-                f"The rank of this process is unknown although {variable}={value}, and all would read the same "
-                "samples; call torch.distributed.init_process_group before the first loop, or pass rank and world_size"
+                f"The rank of this process is unknown although {variable}={value}, and processes without ranks read "
+                "the same samples; call torch.distributed.init_process_group before the first loop, or pass rank and "
+                "world_size (0 and 1 for a loader that is alone)"
             )
     return known or (0, 1)
 

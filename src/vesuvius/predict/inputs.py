@@ -271,9 +271,10 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
     with ExitStack() as opened:
         volumes = [opened.enter_context(open_volume(spec)) for spec in arrays]
         keys, patch = list(map(array_key, volumes)), triple(map(min, patch_zyx, volumes[0].shape_zyx))
-    in_training = {_without_links(key): IntensityRange(*ends) for key, ends in known.items()}
-    if in_training.keys() >= {*map(_without_links, keys)}:
-        return tuple(in_training[_without_links(key)] for key in keys)
+    if not known.keys() >= {*keys}:
+        known, keys = {_without_links(key): ends for key, ends in known.items()}, list(map(_without_links, keys))
+    if known.keys() >= {*keys}:
+        return tuple(IntensityRange(*known[key]) for key in keys)
     data = DataConfig(
         volumes=(VolumeConfig(**_fields(arrays[0]), channels=tuple(arrays[1:])),),
         patch_size=patch,
@@ -295,8 +296,9 @@ def input_ranges(arrays: Sequence[ArrayConfig], patch_zyx: Triple, normalize: An
 
 def _without_links(key: str) -> str:
     """Return the key of an array in a state, without links and slashes at the end of its path."""
-    address, level = re.findall(r"(.*?)((?: level \d+)? \[[\d, ]*\])$", key, re.DOTALL)[0]
-    return f"{address.rstrip('/') if is_remote(address) else os.path.realpath(address)}{level}"
+    if not (parts := re.fullmatch(r"(.*?)((?: level \d+)? \[[\d, ]*\])", key, re.DOTALL)):
+        return key
+    return f"{parts[1].rstrip('/') if is_remote(parts[1]) else os.path.realpath(parts[1])}{parts[2]}"
 
 
 def _fields(spec: ArrayConfig) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from vesuvius.predict.progress import OnProgress, ProgressReporter, one_thread
 from vesuvius.predict.tasks import Blocks, RunTasks, delete_unflushed, run_locally
 from vesuvius.predict.tiling import Window, check_blend, sliding_tiling
 from vesuvius.runlog.files import take_lock, write_atomically
+from vesuvius.runlog.held import refuse_moved
 from vesuvius.runlog.records import parse_record
 from vesuvius.runlog.units import format_count, format_sizes
 from vesuvius.stream.options import to_integer
@@ -184,6 +185,7 @@ def predict(
                         if task.kind == "tiles":
                             tiles, done = tiles + len(job.tiles_of(task.index)), min(done + 1, total)
                             progress.report("batches of tiles", done, total)
+                        refuse_moved(target.path)  # workers know no lock
                         progress.check()
                 target.fill_coarser(lambda size: progress.check())
                 target.publish(work.geometry)
@@ -363,11 +365,16 @@ def _restart(out: Path) -> None:
         raise ConfigError(f"{out} exists and would be replaced; remove it, or choose another name")
     path = partial_path(out)
     if path.is_dir():
-        if {*os.listdir(path)} - {"lock"} and not (path / f"{KIND}.json").exists():
+        names = {name for name in os.listdir(path) if not name.startswith(".")} - {"lock"}  # . = being written
+        if names and f"{KIND}.json" not in names:
             raise ConfigError(f"{path} was not begun by this command; choose another name or remove it")
         with (path / "lock").open("w") as lock:
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(f"Cannot restart {path}: another process is writing it; wait for it or stop it")
+            for folder in filter(
+                os.path.isdir, (path / name for name in names)
+            ):  # the record last, to repeat a restart
+                shutil.rmtree(folder)
             shutil.rmtree(path)
 
 

@@ -22,10 +22,11 @@ def is_run(directory: Path) -> bool:
 
 def find_run(text: str) -> Path:
     """Return the run directory given by path or name.  Raises NoRunError: there is none."""
-    for directory in (Path(text), runs_root() / text):
-        if is_run(directory):
-            return directory.resolve()
-        if os.path.isdir(directory) and not os.access(directory, os.R_OK | os.X_OK):
+    places = Path(text), runs_root() / text
+    for directory in filter(is_run, places):
+        return directory.resolve()
+    for directory in filter(os.path.isdir, places):
+        if not os.access(directory, os.R_OK | os.X_OK):
             raise NoRunError(f"cannot read {directory}: permission denied; correct the permissions or run as its owner")
     names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
     known = f"; runs are {', '.join(names[:10])}" if names else ""

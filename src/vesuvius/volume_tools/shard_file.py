@@ -19,7 +19,6 @@ class ShardFile:
 
     def __init__(self, path: Path, chunks: int) -> None:
         self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
-        refuse_moved(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._temporary.open("w+b")
         self._index = np.full((chunks, 2), _ABSENT, "<u8")

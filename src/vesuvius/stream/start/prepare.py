@@ -157,7 +157,8 @@ class PreparedData:
         if normalize.low is not None and normalize.high is not None:
             return (IntensityRange(normalize.low, normalize.high),) * len(arrays)
         ranges, opened = dict[Any, IntensityRange](), [self.arrays[index][position] for index, position in arrays]
-        keys = [(array.name, array.spec.select) for array in opened]  # one that is listed again has the same range
+        # One that is listed again has the same range.
+        keys = [(array.source.address, array.node.key, array.spec.select) for array in opened]
         for identity, array, (index, position) in zip(keys, opened, arrays, strict=True):
             if identity not in ranges:
                 boxes = ((index, box) for box in self._sample_boxes(index))

@@ -4,6 +4,7 @@ Slices are ordered by their positions in space, not by their names or numbers.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -91,10 +92,9 @@ def is_dicom(path: Path) -> bool:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     """The files of a folder, but not those of a zarr in it, such as the one that is being written."""
-    for file in folder.rglob("*"):
-        above = file.relative_to(folder).parts[:-1]
-        if file.is_file() and not any(each.endswith((".zarr", ".zarr.partial")) for each in above):
-            yield file
+    for above, folders, files in os.walk(folder):
+        folders[:] = [each for each in folders if not each.endswith((".zarr", ".zarr.partial"))]
+        yield from (file for name in files if (file := Path(above, name)).is_file())
 
 
 def open_dicom(path: Path, inside: str = "") -> Stored:
