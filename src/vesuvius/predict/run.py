@@ -371,9 +371,7 @@ def _restart(out: Path) -> None:
         with (path / "lock").open("w") as lock:
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(f"Cannot restart {path}: another process is writing it; wait for it or stop it")
-            for folder in filter(
-                os.path.isdir, (path / name for name in names)
-            ):  # the record last, to repeat a restart
+            for folder in filter(os.path.isdir, (path / name for name in names)):  # the record last
                 shutil.rmtree(folder)
             shutil.rmtree(path)
 
