@@ -3,14 +3,15 @@
 import os
 import time
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 
+from vesuvius.errors import warn_once
 from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup, read_counts
 from vesuvius.monitor.probes.gpus import Gpus, GpuUse
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse
@@ -39,17 +40,11 @@ class MachineUse:
 def read_machine() -> MachineUse:
     """Read the machine's counters; what the kernel lacks or refuses is 0 or None, and memory free."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory: Any = SimpleNamespace(total=pages, available=pages, cached=0, buffers=0, shared=0)
-    swap: Any = SimpleNamespace(used=0, total=0)
-    cores: list[Any] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns about figures that an unusual kernel lacks
-        with suppress(Exception):
-            memory = known if (known := psutil.virtual_memory()).total > 0 else memory
-        with suppress(Exception):
-            swap = psutil.swap_memory()
-        with suppress(Exception):
-            cores = psutil.cpu_times(percpu=True)
+    unknown = SimpleNamespace(total=pages, available=pages, cached=0, buffers=0, shared=0, used=0)
+    memory = _known(psutil.virtual_memory, "memory (counts as free)", unknown)
+    memory = memory if memory.total > 0 else unknown
+    swap = _known(psutil.swap_memory, "swap", SimpleNamespace(used=0, total=0))
+    cores = _known(partial(psutil.cpu_times, percpu=True), "cores", [])
     # /proc/stat includes guest time in user time.
     total = [sum(core) - core.guest - core.guest_nice for core in cores]
     return MachineUse(
@@ -62,6 +57,17 @@ def read_machine() -> MachineUse:
         core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
         core_total_s=tuple(total),
     )
+
+
+def _known(read: Callable[[], Any], what: str, unknown: Any) -> Any:
+    """Return what psutil reads; if it raises, `unknown`, with a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns about figures that an unusual kernel lacks
+            return read()
+    except Exception as error:
+        warn_once("psutil does not know the %s of this machine: %s", what, f"{type(error).__name__}: {error}")
+        return unknown
 
 
 @dataclass(frozen=True)
