@@ -35,6 +35,16 @@ def opened(source: object, *select: int) -> Voxels:
     return read(open_source(str(source), select))
 
 
+@pytest.mark.parametrize(("name", "block"), [("scan.mat", 512), ("scan.nc", 0), ("SCAN.HDF5", 0), ("scan", 0)])
+def test_hdf5_is_recognized_by_its_content(tmp_path: Path, name: str, block: int) -> None:
+    with h5py.File(tmp_path / name, "w", userblock_size=block) as file:
+        file["data"] = SCAN
+    np.testing.assert_array_equal(opened(tmp_path / name), SCAN)
+    (tmp_path / name).rename(tmp_path / "scan.ims")
+    with pytest.raises(DataError, match="Imaris pads its arrays"):
+        opened(tmp_path / "scan.ims")
+
+
 # ---- what HDF5 itself would read as zeros
 
 

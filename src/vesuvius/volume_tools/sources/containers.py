@@ -29,6 +29,13 @@ _ABSENT = (KeyError, OSError, RuntimeError, ValueError)  # what h5py raises for 
 _AXES = ("axistags", "axes", "axis_names", "axis_order", "dimension_names", "dims")  # attributes
 
 
+def is_hdf5(file: Path) -> bool:
+    """Whether a file is HDF5, as those of MATLAB 7.3 (after 512 bytes of its own) and NetCDF 4 are, or named so."""
+    with file.open("rb") as stream:
+        head = stream.read(520)
+    return file.suffix.lower() in (".h5", ".hdf5", ".hdf", ".nxs") or b"\x89HDF\r\n\x1a\n" in (head[:8], head[512:])
+
+
 def open_hdf5(file: Path, inside: str) -> Stored:
     """Open a dataset, by name unless only one has three axes or more; its attribute element_size_um is z, y, x."""
     with suppress(ImportError):

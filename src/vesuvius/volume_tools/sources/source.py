@@ -32,6 +32,7 @@ _FOLDERS = {  # files in a folder: what it is, and what to do
 }  # fmt: skip
 _OTHERS = {  # endings of files that hold no scan themselves: what to do
     (".zip", ".npz", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst"): "unpack it first",
+    (".ims",): "Imaris pads its arrays with zeros: export TIFF, or rename it to .h5 and crop what is imported",
     (".json", ".parquet"): "if it is a kerchunk reference, export an array to zarr with the package xarray",
 }
 
@@ -101,7 +102,7 @@ def _opened(file: Path, inside: str) -> Stored:
                     raise refuse(file, f"it is {kind}", remedy)
         return containers.open_n5(file, inside) if inside else slices.open_folder(file)
     name = file.name.lower()
-    if name.endswith((".h5", ".hdf5", ".hdf", ".nxs")):
+    if containers.is_hdf5(file) and not name.endswith(".ims"):
         return containers.open_hdf5(file, inside)
     for ending, opener in _OPENERS.items():
         if name.endswith(ending):

@@ -192,6 +192,7 @@ def pick_level(source: Source, attributes: Any, spec: ArrayConfig) -> Level:
         entry = ome["multiscales"][0]
         datasets = list(entry["datasets"])
         paths = tuple(str(dataset["path"]) for dataset in datasets)
+        paths[0]  # it has a level
     except (KeyError, IndexError, TypeError) as error:
         what = "a bioformats2raw collection of images" if "bioformats2raw.layout" in ome else "a group"
         address = source.display_address.rstrip("/")
