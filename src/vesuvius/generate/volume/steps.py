@@ -170,6 +170,7 @@ class TiledRun:
         batches, blocks_per_group = count_batches(self._job, self._active), BLOCKS_PER_GROUP * workers
         for step in range(self._resume(), self._job.steps):
             done, here, after = max(0, step) * batches, self._state(step), self._state(step + 1)
+            refuse_moved(after.x.path)
             after.x.path.mkdir(parents=True, exist_ok=True)  # there may be no blocks
             active = self._active if step >= 0 else ()
             rolling = RollingRun(self._job, here.tiles, step, active, after.x.has)

@@ -60,11 +60,8 @@ _MEANING = (
     *("model.", *_LEVELS, "diffusion.noise", "diffusion.prediction"),
     *("data.condition_classes", _CONTEXT),
 )
-_JUDGES = (
-    OTHER_VOXELS,
-    "training.validate_patches",
-    "diffusion.sampler_condition_noise",
-)  # of them validation errors depend
+# What validation errors depend on.
+_JUDGES = OTHER_VOXELS, "training.validate_patches", "diffusion.sampler_condition_noise"
 _NAMED = ("diffusion.", "data.normalize.", "data.condition_", "voxel size")
 
 
