@@ -6,8 +6,6 @@ white, so here c_skip has one value per frequency.  A network that returns 0 is 
 training adds only what the spectrum does not contain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

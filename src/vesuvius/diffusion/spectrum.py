@@ -3,10 +3,8 @@
 They determine the noise levels and the stationary Wiener filter, the baseline of the validation error.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -42,7 +40,7 @@ class Spectrum:
             power += torch.fft.rfftn((patch.double() - mean) / std).abs().square()
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
-    def augmented(self, flip: bool, rot90: bool) -> Spectrum:
+    def augmented(self, flip: bool, rot90: bool) -> Self:
         """Return the spectrum of the same patches with the flips and rotations of `plan.augmentation_of`.
 
         They act on the periodic covariance about its origin, so the mean over the group is taken there.
@@ -55,7 +53,7 @@ class Spectrum:
             covariance = (covariance + _mirrored(covariance, axis)) / 2
         power = torch.fft.rfftn(covariance).real.clamp(min=0) * self.std**2
         std = math.sqrt(float(torch.fft.irfftn(power, s=covariance.shape)[0, 0, 0])) or 1.0
-        return Spectrum(self.mean, std, (power / std**2).float().numpy(), self.size_x)
+        return replace(self, std=std, power=(power / std**2).float().numpy())
 
     @classmethod
     def white(cls) -> Self:

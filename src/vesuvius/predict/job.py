@@ -5,8 +5,6 @@ state/tiles/            results of the network, one file per tile
 state/done              number of blocks that are written: air leaves no file
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -81,12 +79,6 @@ def active_voxels(
     return inputs.masked(box, from_staged)[np.ix_(*(axis - axis[0] for axis in axes))]
 
 
-def open_runner(job: PredictJob) -> PredictRunner:
-    """Open the volumes and the network in the process of a worker."""
-    inputs = Inputs(job.arrays, job.ranges, job.mask, job.box, job.folder)
-    return PredictRunner(job, inputs, open_network(job.network, torch.device(job.device), job.import_folder))
-
-
 class PredictRunner(TaskRunner):
     def __init__(self, job: PredictJob, inputs: Inputs, network: Network, evaluations: int = 1) -> None:
         super().__init__(job, evaluations)
@@ -145,6 +137,12 @@ class PredictRunner(TaskRunner):
     def close(self) -> None:
         super().close()
         self._inputs.close()  # ends reads that wait for a store
+
+
+def open_runner(job: PredictJob) -> PredictRunner:
+    """Open the volumes and the network in the process of a worker."""
+    inputs = Inputs(job.arrays, job.ranges, job.mask, job.box, job.folder)
+    return PredictRunner(job, inputs, open_network(job.network, torch.device(job.device), job.import_folder))
 
 
 class PredictRun(RollingRun):

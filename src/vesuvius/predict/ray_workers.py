@@ -1,7 +1,5 @@
 """Runs tasks in Ray actors, on one machine or several; the tasks of one that dies are repeated in others."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

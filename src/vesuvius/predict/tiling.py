@@ -3,15 +3,13 @@
 The network sees overlapping tiles.  State is kept in blocks, which do not overlap.  Both are indexed in C order.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,15 +85,15 @@ class Tiling(BlockGrid):
         _, ny, nx = self.tile_grid
         return [(z * ny + y) * nx + x for z, y, x in itertools.product(*per_axis)]
 
-    def scaled(self, factor: Fraction, chunk: int) -> Tiling:
+    def scaled(self, factor: Fraction, chunk: int) -> Self:
         """Return the tiles of a network's output, with `factor` voxels per voxel, in blocks of at most `chunk`."""
         shape = triple(math.ceil(size * factor) for size in self.shape_zyx)
-        return Tiling(
-            shape,
-            triple(min(size, chunk) for size in shape),
-            triple(int(size * factor) for size in self.patch_zyx),
-            tuple(tuple(int(start * factor) for start in starts) for starts in self.starts),
-            self.window,
+        return replace(
+            self,
+            shape_zyx=shape,
+            block_zyx=triple(min(size, chunk) for size in shape),
+            patch_zyx=triple(int(size * factor) for size in self.patch_zyx),
+            starts=tuple(tuple(int(start * factor) for start in starts) for starts in self.starts),
         )
 
     @cached_property

@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
 from vesuvius.diffusion.network import layers
-from vesuvius.diffusion.network.boxes import depth_to_space, space_to_depth
 
 LAYOUTS = pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["czyx", "zyxc"])
 
@@ -80,8 +79,8 @@ def test_space_to_depth_parity_with_pixel_unshuffle_and_inverts(layout: torch.me
     flat = x.transpose(1, 2).flatten(0, 1)  # [B Z, C, Y, X]
     expected = F.pixel_unshuffle(flat, 2).unflatten(0, (2, 4)).transpose(1, 2)  # [B, C sy sx, Z, Y, X]
     expected = expected.unflatten(1, (3, 4)).transpose(1, 2).flatten(1, 2)
-    assert torch.equal(space_to_depth(x, (1, 2, 2)), expected)
+    assert torch.equal(layers.space_to_depth(x, (1, 2, 2)), expected)
     for stride in [(1, 1, 1), (2, 2, 2), (4, 3, 2)]:
-        moved = space_to_depth(x, stride)
+        moved = layers.space_to_depth(x, stride)
         assert moved.is_contiguous(memory_format=layout)
-        assert torch.equal(depth_to_space(moved, stride), x)
+        assert torch.equal(layers.depth_to_space(moved, stride), x)

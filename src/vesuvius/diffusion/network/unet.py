@@ -3,8 +3,6 @@
 Full-resolution activations dominate the memory, so only one narrow residual block at each end works on them.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from vesuvius.config import ModelConfig, Triple
 from vesuvius.diffusion.network import layers
-from vesuvius.diffusion.network.boxes import Upsample, box_first, depth_to_space, space_to_depth
 from vesuvius.diffusion.network.regions import call_eager
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
@@ -125,7 +122,7 @@ class Trunk(nn.Module):
                 c = config.channels[level]
             if level > 0:
                 finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
-                self.upsamples.append(Upsample(c, finer, stride))
+                self.upsamples.append(layers.Upsample(c, finer, stride))
                 c = finer
 
     def forward(self, h: Tensor, rows: Rows) -> Tensor:
@@ -231,7 +228,7 @@ class UNet(nn.Module):
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = layers.ResidualBlock(full, full, 4 * first)
-            self.upsample = Upsample(first, full, config.stem_stride)
+            self.upsample = layers.Upsample(first, full, config.stem_stride)
             self.full_up = layers.ResidualBlock(full, full, 4 * first)
         self.norm_out, self.identity = layers.NormSiLU(full or first), nn.Identity()
         self.conv_out = layers.ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
@@ -257,13 +254,13 @@ class UNet(nn.Module):
         rows = layers.project_timestep(self._blocks, self.embed(t), as_one=self.execution.call is not call_eager)
         stride, full, run = self.config.stem_stride, self.config.full_res_channels, self.execution.run
         fine = run(0, self.full_down, rows, x, entry=self.full_in) if full else x
-        boxes = fine if self.patch_embed.stride == stride else space_to_depth(fine, stride)
+        boxes = fine if self.patch_embed.stride == stride else layers.space_to_depth(fine, stride)
         h = self.patch_embed(boxes)
         h = self.trunk(h if around is None else h + around, rows)
         if full:
             h = run(0, self.full_up, rows, h, fine, entry=self.upsample, added=True)
         out = layers.recomputed(self._head, h) if self.execution.recompute_norm else self._head(h)
-        return (out if full else depth_to_space(out, stride)).float()
+        return (out if full else layers.depth_to_space(out, stride)).float()
 
     def _head(self, h: Tensor) -> Tensor:
         # Compiled, a convolution to one channel would ask for a contiguous input, and cuDNN copies it back.
@@ -322,10 +319,10 @@ def _initialize(module: nn.Module, prefix: str, seed: int, stem_voxels: int) -> 
             weight, name = torch.empty(module.weight.shape), f"{_SEEDS.get(prefix, prefix)}.weight"
             generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(name.encode()))
             weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
-            if isinstance(module, Upsample):
-                weight = box_first(weight, 0, math.prod(module.box_zyx))
+            if isinstance(module, layers.Upsample):
+                weight = layers.box_first(weight, 0, math.prod(module.box_zyx))
             elif prefix == "patch_embed" and module.stride == (1, 1, 1):
-                weight = box_first(weight, 1, stem_voxels)
+                weight = layers.box_first(weight, 1, stem_voxels)
             module.weight.copy_(weight)
             module.bias.zero_()
         case layers.NormSiLU() | nn.GroupNorm():

@@ -5,14 +5,12 @@ and is rounded to intensities as generated patches are.  Generated patches with 
 because they are cut from one volume or follow conditions, are flipped and rotated like real ones.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,9 +71,10 @@ class PatchSet:
         found = self.locations // np.array((1, *self.values.shape[1:])) // (1, edge, edge, edge)
         return np.unique(found, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
-    def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> PatchSet:
+    def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> Self:
         locations = None if self.locations is None else self.locations[rows]
-        return PatchSet(self.values[rows], locations, self.side[rows] if len(self.side) else self.side)
+        side = self.side[rows] if len(self.side) else self.side
+        return replace(self, values=self.values[rows], locations=locations, side=side)
 
 
 @dataclass(frozen=True, eq=False)

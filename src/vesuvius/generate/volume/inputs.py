@@ -1,7 +1,5 @@
 """Input volumes: known voxels, their mask, and the condition; read once, by blocks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ A pass takes one sampler step in each block.  Noise is drawn per block and depen
 index of the block).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

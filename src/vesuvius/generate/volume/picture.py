@@ -1,7 +1,5 @@
 """Pictures of generated volumes: middle slices next to the labels and, for held-out labels, to the real voxels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import suppress

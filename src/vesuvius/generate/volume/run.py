@@ -1,7 +1,5 @@
 """`vesuvius sample --shape`: from a checkpoint to a volume of any size on disk, and its labels."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -7,8 +7,6 @@
 A task writes the `x` of the next state last, so files are the only record of progress.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Callable, Sequence

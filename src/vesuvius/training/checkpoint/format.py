@@ -9,8 +9,6 @@ read.
 `checkpoints/best` is a link to the best one.  `save.py` writes them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -8,8 +8,6 @@
 hold the list at the time of saving, so a resume drops records that were cleared since.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from vesuvius.config import Config
 from vesuvius.runlog.records import JsonLines, Record, naming_wrong_values, read_records
@@ -126,7 +124,7 @@ class Progress:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Progress:
+    def from_state(cls, state: dict[str, Any]) -> Self:
         """Progress at the start of the next session, from `state_dict`."""
         return cls(
             **{key: state[key] for key in _COUNTS},

@@ -6,8 +6,6 @@ soon as one exists.  torch and safetensors release the GIL while writing: anothe
 100 cases (256 MB in 64 tensors, 2 loaded cores of an AMD EPYC).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -18,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -66,7 +64,7 @@ class CheckpointWriter:
         self._error: StorageError | None = None
         self.ended: deque[dict[str, Any]] = deque()
 
-    def __enter__(self) -> CheckpointWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

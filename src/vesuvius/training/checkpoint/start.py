@@ -2,8 +2,6 @@
 `training.init_from` names, if they mean the same there as here.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

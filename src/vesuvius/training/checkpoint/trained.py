@@ -3,8 +3,6 @@
 `state.pt` is memory-mapped: only what is used is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction

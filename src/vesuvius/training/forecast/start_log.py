@@ -1,7 +1,5 @@
 """The start-up lines of a run's log, and its dry run, which ends after them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -46,8 +44,6 @@ from vesuvius.training.step.setup import (
     uses_channels_last,
 )
 from vesuvius.volumes.box import format_box
-
-log = logging.getLogger(__name__)
 
 _TIME_RANGE = (0.6, 2.5)  # relative to the time predicted from operations
 # Rate of a full training step (norms, attention, optimizer, memory traffic) relative to a convolution's.

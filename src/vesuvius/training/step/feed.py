@@ -1,13 +1,11 @@
 """Input of a training step: images from the loader, their noise and their conditions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -94,9 +92,9 @@ class TrainingBatch:
     condition: Condition  # condition input of the network, augmented with its patch
     stored: Batch  # the batch as it was read
 
-    def rows(self, of: slice) -> TrainingBatch:
+    def rows(self, of: slice) -> Self:
         condition = None if self.condition is None else self.condition[of]
-        return TrainingBatch(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.rows(of))
+        return type(self)(self.indices[of], self.x_0[of], self.eps[of], condition, self.stored.rows(of))
 
 
 class TrainingFeed:

@@ -5,8 +5,6 @@ kernel can be wrong (oneDNN's bf16 weight gradient for inputs of depth 2, as of 
 avx512_bf16).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Gradient, norm, logged loss, learning rate and averages equal those of one large
 here: a flag on the device tells optimizer and averages whether to apply the step, and its figures are read later.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -4,13 +4,11 @@ A separate plan over the validation boxes, with a constant seed, positions them.
 start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,14 +49,12 @@ class FixedPatches:
         places = hashlib.sha256(repr((self.volumes, self.starts_zyx)).encode())
         return places.hexdigest(), voxels.hexdigest()
 
-    def rows(self, first: int, end: int) -> FixedPatches:
+    def rows(self, first: int, end: int) -> Self:
         """Return patches first ... end - 1."""
         rows = slice(first, end)
         conditions = None if self.conditions is None else self.conditions[rows]
-        return FixedPatches(
-            *(self.held_out, self.volumes[rows], self.starts_zyx[rows], self.patches[rows], conditions, first),
-            self.windows[rows],
-        )
+        arrays = self.volumes[rows], self.starts_zyx[rows], self.patches[rows], conditions
+        return type(self)(self.held_out, *arrays, first, self.windows[rows])
 
 
 def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
