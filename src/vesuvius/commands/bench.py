@@ -2,7 +2,7 @@
 
 import shlex
 
-from vesuvius.commands.cli import Parser, add_config, as_command, positive, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, option, positive, positive_number, say
 from vesuvius.commands.tune import duration
 from vesuvius.config.load import take_variables
 
@@ -22,14 +22,11 @@ def main(argv: list[str]) -> int:
     )
     add_config(parser, required=True)
     for name, meaning in (("sweep", "several form a grid"), ("compare", "other keys stay at the baseline")):
-        words = f"values of one key; {meaning}"
-        parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=A,B,...", help=words)
-    parser.add_argument("--ranks", metavar="1,2,4,8", help="rank counts to compare")
-    parser.add_argument("--rounds", type=positive, default=6, metavar="N", help="over all settings (default: 6)")
-    seconds = "of the steady state in each measurement (default: 10)"
-    parser.add_argument("--seconds", type=positive_number, default=10.0, metavar="S", help=seconds)
-    limit = "longest time of one measurement (default: 20m)"
-    parser.add_argument("--limit", type=duration, default=1200.0, metavar="TIME", help=limit)
+        option(parser, f"--{name} KEY=A,B,...", f"values of one key; {meaning}", default=[], action="append")
+    option(parser, "--ranks 1,2,4,8", "rank counts to compare")
+    option(parser, "--rounds N", "over all settings", positive, 6)
+    option(parser, "--seconds S", "of the steady state in each measurement", positive_number, 10.0)
+    option(parser, "--limit TIME", "longest time of one measurement (default: 20m)", duration, 1200.0)
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare):
         parser.error("--ranks cannot be combined with --sweep or --compare; run two benches")

@@ -197,13 +197,30 @@ class Parser(argparse.ArgumentParser):
         self.exit(errors.EXIT_CONFIG, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
-def add_config(parser: Parser, name: str = "--config", metavar: str = "FILE", **more: Any) -> None:
-    parser.add_argument(name, type=full_path, metavar=metavar, help="YAML file of the experiment", **more)
+def option(
+    to: argparse._ActionsContainer,
+    form: str,
+    meaning: str,
+    kind: Callable[[str], Any] | None = None,
+    default: Any = None,
+    **more: Any,
+) -> None:
+    """Add `--name METAVAR`, a switch `--name`, or the positional `name METAVAR`; the help ends with the default."""
+    name, _, metavar = form.partition(" ")
+    if default not in (None, (), {}, []) and "default" not in meaning:
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else f"{default:g}"
+        meaning += f" (default: {shown})"
+    how = {"type": kind, "metavar": metavar} if metavar else {"action": "store_true"}
+    to.add_argument(name, help=meaning, **({"default": default} if metavar else {}) | how | more)
+
+
+def add_config(parser: Parser, form: str = "--config FILE", **more: Any) -> None:
+    option(parser, form, "YAML file of the experiment", full_path, **more)
     add_overrides(parser)
 
 
 def add_overrides(parser: Parser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    option(parser, "overrides key.path=value", "config keys to set, with YAML values", nargs="*")
 
 
 # Types of arguments: each raises argparse's error with the value and what is needed.

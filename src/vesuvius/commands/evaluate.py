@@ -4,7 +4,7 @@ import shlex
 from argparse import ArgumentTypeError
 from itertools import pairwise
 
-from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, naturals, say
+from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, naturals, option, say
 from vesuvius.commands.sample import add_sampling, sampling_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -26,19 +26,17 @@ def main(argv: list[str]) -> int:
         "and montage.png.",
         examples=("vesuvius evaluate demo", "vesuvius evaluate demo --generated runs/demo/samples/generated.zarr"),
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
-    parser.add_argument("--count", type=at_least(16), default=64, help="number of patches of each kind (default: 64)")
+    option(parser, "run RUN", "run directory, name of a run, or one of its checkpoints")
+    option(parser, "--count N", "number of patches of each kind", at_least(16), 64)
     generated = (
         "evaluate this instead of new samples: .npy or zarr, patches [N, Z, Y, X] or a volume, in its intensities"
     )
-    parser.add_argument("--generated", type=full_path, metavar="PATH", help=generated)
-    out = "folder to write (default: a new one in the run's reports/)"
-    parser.add_argument("--out", type=full_path, metavar="DIR", help=out)
+    option(parser, "--generated PATH", generated, full_path)
+    option(parser, "--out DIR", "folder to write (default: a new one in the run's reports/)", full_path)
     more = parser.add_argument_group("more options")
-    index = "training volume whose intensities the samples have (default: 0, the first)"
-    more.add_argument("--training-volume", type=natural, default=0, metavar="N", help=index)
-    steps = "training steps after which the classifier is tested, ascending (default: 200,1000)"
-    more.add_argument("--classifier-steps", type=_efforts, default=(200, 1000), metavar="N,N", help=steps)
+    option(more, "--training-volume N", "training volume whose intensities the samples have", natural, 0)
+    steps = "training steps after which the classifier is tested, ascending"
+    option(more, "--classifier-steps N,N", steps, _efforts, (200, 1000))
     add_sampling(parser, more)
     arguments = parser.parse_args(argv)
     from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch

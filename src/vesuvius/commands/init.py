@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, full_path, naturals, say
+from vesuvius.commands.cli import Parser, as_command, full_path, naturals, option, say
 from vesuvius.commands.sample import level
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
@@ -26,14 +26,12 @@ def main(argv: list[str]) -> int:
             "vesuvius init https://host/scroll.zarr --level 2 --name scroll-l2",
         ),
     )
-    address = "zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://"
-    parser.add_argument("volume", metavar="VOLUME", help=address)
+    option(parser, "volume VOLUME", "zarr group or array: a folder, or https://, s3://, gs://, az:// or hf://")
     levels = "level of a pyramid, 0 = finest, or its voxel size: 7.91um (default: the finest whose patches span 300 µm)"
-    parser.add_argument("--level", type=level, help=levels)
-    select = "index for each axis other than z, y, x"
-    parser.add_argument("--select", type=naturals, default=(), metavar="I,...", help=select)
-    parser.add_argument("--name", help="name of the run (default: derived from the volume's name)")
-    parser.add_argument("--out", type=full_path, metavar="FILE", help="file to write (default: configs/NAME.yaml)")
+    option(parser, "--level LEVEL", levels, level)
+    option(parser, "--select I,...", "index for each axis other than z, y, x", naturals, ())
+    option(parser, "--name NAME", "name of the run (default: derived from the volume's name)")
+    option(parser, "--out FILE", "file to write (default: configs/NAME.yaml)", full_path)
     args = parser.parse_args(argv)
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from vesuvius.commands.cli import Parser, as_command, positive_number, say
+from vesuvius.commands.cli import Parser, as_command, option, positive_number, say
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
 from vesuvius.monitor.memcheck.inspection import Inspection, inspect_machine, inspect_run
 from vesuvius.monitor.post_mortem import death_lines, deaths_of, is_of_session
@@ -35,14 +35,12 @@ def main(argv: list[str]) -> int:
         "12 an OOM kill, 13 run not found",
         examples=("vesuvius memcheck demo --watch 2", "vesuvius memcheck demo --post-mortem"),
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="run directory, or the name of a run below runs/")
+    option(parser, "run RUN", "run directory, or the name of a run below runs/", nargs="?")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="sample once (default unless on a terminal)")
-    how.add_argument(
-        "--watch", type=positive_number, metavar="S", help="sample every S seconds (default on a terminal: 2)"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object, with --watch one per line")
-    parser.add_argument("--post-mortem", action="store_true", help="show which processes of the run died, and why")
+    option(how, "--once", "sample once (default unless on a terminal)")
+    option(how, "--watch S", "sample every S seconds (default on a terminal: 2)", positive_number)
+    option(parser, "--json", "print a JSON object, with --watch one per line")
+    option(parser, "--post-mortem", "show which processes of the run died, and why")
     args = parser.parse_args(argv)
     run = find_run(args.run) if args.run is not None else None
     if args.post_mortem:

@@ -1,7 +1,5 @@
 """`vesuvius plan CONFIG --gpus N [--nodes N] ... [key.path=value ...]`: forecast a run on many GPUs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentTypeError
@@ -11,7 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from vesuvius.commands.cli import Parser, add_config, as_command, full_path, number_from_0, positive, positive_number
+from vesuvius.commands.cli import (
+    Parser,
+    add_config,
+    as_command,
+    full_path,
+    number_from_0,
+    option,
+    positive,
+    positive_number,
+)
 from vesuvius.commands.facts import print_facts
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
@@ -45,24 +52,23 @@ def main(argv: list[str]) -> int:
             "vesuvius plan configs/demo.yaml --gpus 1 --step-from runs/demo --json training.workers=4",
         ),
     )
-    add_config(parser, "config", "CONFIG")
-    parser.add_argument("--gpus", type=positive, metavar="N", required=True, help="ranks of the run, one GPU each")
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
-    parser.add_argument("--cores", type=positive, metavar="N", help="cores of a node (default: of this machine)")
+    add_config(parser, "config CONFIG")
+    option(parser, "--gpus N", "ranks of the run, one GPU each", positive, required=True)
+    option(parser, "--nodes N", "machines", positive, 1)
+    option(parser, "--cores N", "cores of a node (default: of this machine)", positive)
     steps = parser.add_mutually_exclusive_group()
-    given_s = "time of a step without data wait, communication included"
-    steps.add_argument("--step-s", type=_number, metavar="S", help=given_s)
+    option(steps, "--step-s S", "time of a step without data wait, communication included", _number)
     recorded = "the same from the records of a run, profile or bench trial, scaled to the patches per GPU"
-    steps.add_argument("--step-from", type=full_path, metavar="DIR", help=recorded)
-    parser.add_argument("--json", action="store_true", help="print JSON; null = unknown")
+    option(steps, "--step-from DIR", recorded, full_path)
+    option(parser, "--json", "print JSON; null = unknown")
     stores = parser.add_argument_group("store and decoding")
     names = "figures to begin with, see docs/scale.md (default: by the first remote address)"
-    stores.add_argument("--store", choices=("s3", "http", "local"), help=names)
+    option(stores, "--store {s3,http,local}", names, choices=("s3", "http", "local"))
     for group, options in ((stores, _RATES), (parser.add_argument_group("prices (the sum has those given)"), _PRICES)):
-        for option, (_, _, meaning) in options.items():
-            may_be_0 = option.startswith(("price", "latency"))
+        for name, (_, _, meaning) in options.items():
+            may_be_0 = name.startswith(("price", "latency"))
             kind = number_from_0 if may_be_0 else positive_number
-            group.add_argument(f"--{option}", type=partial(_number, kind=kind), metavar="X", help=meaning)
+            option(group, f"--{name} X", meaning, partial(_number, kind=kind))
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
 
@@ -73,7 +79,7 @@ def main(argv: list[str]) -> int:
     from vesuvius.monitor.probes.cores import usable_cores
 
     def given(options: Mapping[str, tuple[str, float, str]]) -> dict[str, Any]:
-        values = {option: getattr(args, option.replace("-", "_")) for option in options}
+        values = {name: getattr(args, name.replace("-", "_")) for name in options}
         return {field: unit * values[name] for name, (field, unit, _) in options.items() if values[name] is not None}
 
     path = next(filter(is_remote, config.data.paths), "")

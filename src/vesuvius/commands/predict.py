@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vesuvius.commands.cli import Parser, as_command, full_path, naturals, positive, say, triple
+from vesuvius.commands.cli import Parser, as_command, full_path, naturals, option, positive, say, triple
 from vesuvius.commands.sample import array, box
 from vesuvius.errors import EXIT_OK, VesuviusError, needs_extra, one_line
 from vesuvius.runlog.progress import Progress
@@ -55,41 +55,37 @@ def _parser() -> Parser:
         ),
     )
     network = "file of torch.export or TorchScript, or MODULE:FUNCTION that builds it"
-    parser.add_argument("--network", required=True, metavar="NETWORK", help=network)
+    option(parser, "--network NETWORK", network, required=True)
     volume = "zarr volume, PATH, PATH@LEVEL or PATH@7.91um; several: the channels of the network's input"
-    parser.add_argument("--volume", type=array, nargs="+", required=True, metavar="VOLUME", help=volume)
-    parser.add_argument("--out", type=full_path, required=True, metavar="OUT.zarr", help="where to write")
+    option(parser, "--volume VOLUME", volume, array, nargs="+", required=True)
+    option(parser, "--out OUT.zarr", "where to write", full_path, required=True)
     size = triple(1, "64,128,128")
-    parser.add_argument(
-        "--patch-size", dest="patch_zyx", type=size, required=True, metavar="Z,Y,X", help="voxels of a tile"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print tiles, bytes, memory and time; write nothing")
-    parser.add_argument("--restart", action="store_true", help="delete an unfinished volume and start again")
+    option(parser, "--patch-size Z,Y,X", "voxels of a tile", size, dest="patch_zyx", required=True)
+    option(parser, "--dry-run", "print tiles, bytes, memory and time; write nothing")
+    option(parser, "--restart", "delete an unfinished volume and start again")
     values = parser.add_argument_group("values")
     normalize = "auto = as PatchLoader estimates it (default), none, LOW,HIGH, or a JSON file of a PatchLoader's state"
-    values.add_argument("--normalize", type=_normalize, metavar="RANGE", help=normalize)
+    option(values, "--normalize RANGE", normalize, _normalize)
     activation = "softmax, sigmoid, or argmax (labels), after blending (default: none)"
-    values.add_argument("--activation", choices=("softmax", "sigmoid", "argmax"), metavar="NAME", help=activation)
+    option(values, "--activation NAME", activation, choices=("softmax", "sigmoid", "argmax"))
     threshold = "write 1 from this probability on, else 0; with argmax, less certain labels are 0"
-    values.add_argument("--threshold", type=float, metavar="P", help=threshold)
-    values.add_argument("--channels", type=naturals, metavar="I,...", help="channels that are kept (default: all)")
-    dtype = "float32 (default), float16 or uint8; labels: uint8, uint16"
-    values.add_argument("--dtype", metavar="NAME", help=dtype)
-    values.add_argument("--mirror", metavar="AXES", help="average over flips along these axes, such as zyx")
+    option(values, "--threshold P", threshold, float)
+    option(values, "--channels I,...", "channels that are kept (default: all)", naturals)
+    option(values, "--dtype NAME", "float32 (default), float16 or uint8; labels: uint8, uint16")
+    option(values, "--mirror AXES", "average over flips along these axes, such as zyx")
     where = parser.add_argument_group("where")
-    where.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help="part of the volume (default: all)")
+    option(where, "--box Z0:Z1,Y0:Y1,X0:X1", "part of the volume (default: all)", box)
     mask = "predict where this volume is not 0; stored = over stored chunks (default: everywhere)"
-    where.add_argument("--mask", type=_mask, metavar="VOLUME", help=mask)
-    where.add_argument("--overlap", type=float, metavar="SHARE", help="of neighboring tiles (default: 0.25)")
+    option(where, "--mask VOLUME", mask, _mask)
+    option(where, "--overlap SHARE", "of neighboring tiles (default: 0.25)", float)
     blend = ("gaussian", "linear", "constant", "crop")
-    where.add_argument("--blend", choices=blend, metavar="NAME", help=f"{', '.join(blend)} (default: gaussian)")
+    option(where, "--blend NAME", f"{', '.join(blend)} (default: gaussian)", choices=blend)
     speed = parser.add_argument_group("speed")
-    batch = "tiles computed at once (default: 1 on a CPU, what fits on a GPU)"
-    speed.add_argument("--batch-size", type=positive, metavar="N", help=batch)
+    option(speed, "--batch-size N", "tiles computed at once (default: 1 on a CPU, what fits on a GPU)", positive)
     workers = "processes, each with a GPU or core (default: this process, with all cores)"
-    speed.add_argument("--workers", type=positive, metavar="N", help=workers)
-    speed.add_argument("--cluster", metavar="ADDRESS", help="Ray cluster whose nodes share the folder of --out")
-    speed.add_argument("--device", help="cpu, cuda or cuda:1 (default: the GPU, if there is one)")
+    option(speed, "--workers N", workers, positive)
+    option(speed, "--cluster ADDRESS", "Ray cluster whose nodes share the folder of --out")
+    option(speed, "--device DEVICE", "cpu, cuda or cuda:1 (default: the GPU, if there is one)")
     return parser
 
 

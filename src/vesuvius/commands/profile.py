@@ -3,7 +3,7 @@
 import os
 import shlex
 
-from vesuvius.commands.cli import Parser, add_config, as_command, at_least, say
+from vesuvius.commands.cli import Parser, add_config, as_command, at_least, option, say
 from vesuvius.config.load import take_config
 from vesuvius.errors import EXIT_OK
 
@@ -20,10 +20,8 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser, required=True)
-    steps = "steps measured after the warm-up (default: 20)"
-    parser.add_argument("--steps", type=at_least(5), default=20, metavar="N", help=steps)
-    trace = "also write a trace for chrome://tracing, and list the slowest operators"
-    parser.add_argument("--trace", action="store_true", help=trace)
+    option(parser, "--steps N", "steps measured after the warm-up", at_least(5), 20)
+    option(parser, "--trace", "also write a trace for chrome://tracing, and list the slowest operators")
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # quiets torch.profiler

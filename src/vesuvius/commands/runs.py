@@ -4,7 +4,7 @@ import shlex
 from contextlib import suppress
 from itertools import pairwise
 
-from vesuvius.commands.cli import Parser, as_command, full_path, natural, say
+from vesuvius.commands.cli import Parser, as_command, full_path, natural, option, say
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.runlog.units import format_count
@@ -21,14 +21,10 @@ def report(argv: list[str]) -> int:
         "verdict, time, losses, memory, events, previews, config.",
         examples=("vesuvius report demo --serve", "vesuvius report demo other-run --out comparison"),
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help=_RUN)
-    parser.add_argument(
-        "--out", type=full_path, metavar="DIR", help="folder to write (default: a new one in the first run's reports/)"
-    )
-    parser.add_argument(
-        "--serve", type=natural, nargs="?", const=_PORT, metavar="PORT",
-        help=f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})",
-    )  # fmt: skip
+    option(parser, "runs RUN", _RUN, nargs="+")
+    option(parser, "--out DIR", "folder to write (default: a new one in the first run's reports/)", full_path)
+    serve = f"serve the page on 127.0.0.1 instead, refreshed while the runs train (default port: {_PORT})"
+    option(parser, "--serve PORT", serve, natural, nargs="?", const=_PORT)
     # Without a number after it, `--serve` would take the name of a run as its port.
     numbered = pairwise([*argv, ""])
     with_port = [f"--serve={_PORT}" if each == "--serve" and not then.isdecimal() else each for each, then in numbered]
@@ -58,8 +54,8 @@ def quarantine(argv: list[str]) -> int:
         "reads cleared chunks again: those still damaged return to the list, and those no longer stored count as air.",
         examples=("vesuvius quarantine demo", "vesuvius quarantine demo --clear"),
     )
-    parser.add_argument("run", metavar="RUN", help=_RUN)
-    parser.add_argument("--clear", action="store_true", help="let the next --resume read all of them again")
+    option(parser, "run RUN", _RUN)
+    option(parser, "--clear", "let the next --resume read all of them again")
     args = parser.parse_args(argv)
     run = find_run(args.run)
     from vesuvius.stream.reading.reading_log import remove_logs  # these import numpy

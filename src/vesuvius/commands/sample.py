@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from vesuvius.commands import cli
+from vesuvius.commands.cli import option
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
@@ -59,58 +60,53 @@ def _parser() -> cli.Parser:
             "vesuvius sample --checkpoint demo --condition labels.zarr --out pairs",
         ),
     )
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="RUN_OR_FILE",
-        help="name or directory of a run (its newest checkpoint), a checkpoint, such as runs/NAME/checkpoints/best, or "
-        "a model file or its address (docs/model-card.md)",
+    checkpoint = (
+        "name or directory of a run (its newest checkpoint), a checkpoint, such as runs/NAME/checkpoints/best, or a "
+        "model file or its address (docs/model-card.md)"
     )
-    parser.add_argument("--count", type=cli.positive, help="number of patches (default: 16)")
-    parser.add_argument(
-        "--out", type=cli.full_path, metavar="DIR", help="where to write (default: below the run's samples/)"
-    )
+    option(parser, "--checkpoint RUN_OR_FILE", checkpoint, required=True)
+    option(parser, "--count N", "number of patches (default: 16)", cli.positive)
+    option(parser, "--out DIR", "where to write (default: below the run's samples/)", cli.full_path)
     more = parser.add_argument_group("more options")
-    index = "training volume whose intensities and condition are used (default: 0, the first)"
-    more.add_argument("--volume", type=cli.natural, default=0, metavar="N", help=index)
+    option(more, "--volume N", "training volume whose intensities and condition are used", cli.natural, 0)
     add_sampling(parser, more)
     volumes = parser.add_argument_group("volumes of any size (docs/sampling.md)")
-    size, part = cli.triple(1, "256,512,512"), "part of --condition, --inpaint and --mask to use (default: all)"
-    volumes.add_argument("--shape", type=size, metavar="Z,Y,X", help="voxels (default: of --condition or --box)")
-    labels = "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)"
-    volumes.add_argument("--condition", type=array, metavar="VOLUME", help=labels)
+    size = cli.triple(1, "256,512,512")
+    option(volumes, "--shape Z,Y,X", "voxels (default: of --condition or --box)", size)
+    option(
+        volumes, "--condition VOLUME", "zarr volume of labels: PATH, PATH@LEVEL or PATH@7.91um (its voxel size)", array
+    )
     ids = "ids of the bodies or sheets in --condition, voxel by voxel: pairs get them too"
-    volumes.add_argument("--instances", type=array, metavar="VOLUME", help=ids)
+    option(volumes, "--instances VOLUME", ids, array)
     coarse = "run or checkpoint that first draws the condition, a coarser volume, to OUT.coarse.zarr"
-    volumes.add_argument("--coarse", metavar="RUN_OR_FILE", help=coarse)
-    volumes.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help=part)
-    volumes.add_argument("--inpaint", type=array, metavar="VOLUME", help="zarr volume to fill; known voxels are kept")
+    option(volumes, "--coarse RUN_OR_FILE", coarse)
+    part = "part of --condition, --inpaint and --mask to use (default: all)"
+    option(volumes, "--box Z0:Z1,Y0:Y1,X0:X1", part, box)
+    option(volumes, "--inpaint VOLUME", "zarr volume to fill; known voxels are kept", array)
     mask = "zarr volume whose nonzero voxels mark what to fill (default: missing chunks)"
-    volumes.add_argument("--mask", type=array, metavar="VOLUME", help=mask)
+    option(volumes, "--mask VOLUME", mask, array)
     rounds = "network evaluations per step of --inpaint; more improve the borders (default: 4)"
-    volumes.add_argument("--rounds", type=cli.positive, help=rounds)
+    option(volumes, "--rounds N", rounds, cli.positive)
     overlap = "overlap of neighboring tiles, 0 to 0.75; at least 4 voxels unless 0 (default: 0.25)"
-    volumes.add_argument("--overlap", type=float, metavar="SHARE", help=overlap)
+    option(volumes, "--overlap SHARE", overlap, float)
     workers = "processes, each with a GPU or core; 1 = this one (default: all of this machine)"
-    volumes.add_argument("--workers", type=cli.positive, help=workers)
-    cluster = "Ray cluster whose nodes share the folder of --out; needs --workers"
-    volumes.add_argument("--cluster", metavar="ADDRESS", help=cluster)
-    volumes.add_argument("--dry-run", action="store_true", help="print the disk space and time needed; write nothing")
+    option(volumes, "--workers N", workers, cli.positive)
+    option(volumes, "--cluster ADDRESS", "Ray cluster whose nodes share the folder of --out; needs --workers")
+    option(volumes, "--dry-run", "print the disk space and time needed; write nothing")
     return parser
 
 
 def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup) -> None:
     """Add the options of `sampling_of`: seed, batch, weights, guide, and those that set config keys."""
-    parser.add_argument("--seed", type=cli.natural, default=0, help="seed of the samples (default: 0)")
-    batch = "patches or tiles computed at once; equal sizes give equal bits (default: 4)"
-    more.add_argument("--batch-size", type=cli.positive, default=4, help=batch)
+    option(parser, "--seed N", "seed of the samples", cli.natural, 0)
+    option(more, "--batch-size N", "patches or tiles computed at once; equal sizes give equal bits", cli.positive, 4)
     weights = "ema (averaged; default), model (the last step's), ema_0.999 and the like (training.extra_ema_decays)"
-    more.add_argument("--weights", default="ema", metavar="NAME", help=weights)
+    option(more, "--weights NAME", weights, default="ema")
     guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
-    more.add_argument("--guide", metavar="CHECKPOINT", help=guide)
+    option(more, "--guide CHECKPOINT", guide)
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
-    for option, meaning in _KEYS.items():
-        keys.add_argument(f"--{option.replace('_', '-')}", metavar="VALUE", help=meaning)
+    for name, meaning in _KEYS.items():
+        option(keys, f"--{name.replace('_', '-')} VALUE", meaning)
 
 
 def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: int) -> dict[str, Any]:
@@ -119,7 +115,7 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: in
     from vesuvius.training.checkpoint.download import local_checkpoint  # imports torch
     from vesuvius.training.checkpoint.format import find_checkpoint
 
-    values = {meaning.partition(":")[0]: getattr(arguments, option) for option, meaning in _KEYS.items()}
+    values = {meaning.partition(":")[0]: getattr(arguments, name) for name, meaning in _KEYS.items()}
     if "," in str(interval := arguments.residual_guidance_interval):
         values["diffusion.residual_guidance_interval"] = f"[{interval.strip('[]')}]"
     return {

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from vesuvius.commands.cli import Parser, add_config, as_command, positive_number, say
+from vesuvius.commands.cli import Parser, add_config, as_command, option, positive_number, say
 from vesuvius.config.load import dump_config, read_config, take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.run_dir import require_run, run_dir
@@ -24,16 +24,14 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser, required=True)
-    parser.add_argument("--resume", action="store_true", help="continue this run from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="run all checks and print the plan; write nothing")
+    option(parser, "--resume", "continue this run from its newest checkpoint")
+    option(parser, "--dry-run", "run all checks and print the plan; write nothing")
     more = parser.add_argument_group("more options")
-    drift = "with --resume: continue although the data or the model changed"
-    more.add_argument("--allow-drift", action="store_true", help=drift)
-    vram = "with --dry-run: GPU memory to plan for, in GiB"
-    more.add_argument("--vram-gib", type=positive_number, metavar="N", help=vram)
-    more.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
+    option(more, "--allow-drift", "with --resume: continue although the data or the model changed")
+    option(more, "--vram-gib N", "with --dry-run: GPU memory to plan for, in GiB", positive_number)
+    option(more, "--print-config", "print every key with its value and meaning")
     # The trainer that `vesuvius tune` starts; it takes commands on standard input.
-    parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
+    option(parser, "--tune-worker", argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib works only with --dry-run; add it or remove --vram-gib")

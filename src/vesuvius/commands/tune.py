@@ -4,7 +4,7 @@ import argparse
 import re
 import shlex
 
-from vesuvius.commands.cli import Parser, add_config, as_command, say
+from vesuvius.commands.cli import Parser, add_config, as_command, option, say
 from vesuvius.config.load import read_config, take_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.experiments.tune.measurement import KNOBS, Knob, key_of
@@ -27,11 +27,10 @@ def main(argv: list[str]) -> int:
         ),
     )
     add_config(parser, required=True)
-    budget = "total measuring time: 90s, 30m (default), 1h30m"
-    parser.add_argument("--budget", type=duration, default=1800.0, metavar="TIME", help=budget)
+    option(parser, "--budget TIME", "total measuring time: 90s, 30m (default), 1h30m", duration, 1800.0)
     keep = f"do not change these settings; any of {', '.join(KEEPABLE)}"
-    parser.add_argument("--keep", type=knobs, action="extend", default=[], metavar="KNOB,...", help=keep)
-    parser.add_argument("--dry-run", action="store_true", help="print limits and settings to try; write nothing")
+    option(parser, "--keep KNOB,...", keep, knobs, [], action="extend")
+    option(parser, "--dry-run", "print limits and settings to try; write nothing")
     args = parser.parse_intermixed_args(argv)
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     from vesuvius.experiments.tune.session import TuneRequest, plan, tune  # imports torch

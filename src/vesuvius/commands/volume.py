@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from vesuvius.commands import cli
+from vesuvius.commands.cli import option
 from vesuvius.commands.facts import print_facts
 from vesuvius.commands.sample import array, box, level
 from vesuvius.config import ArrayConfig, StoreConfig
@@ -69,12 +70,11 @@ def add_synth(commands: Commands) -> None:
         examples=("vesuvius volume synth volumes/scroll.zarr --shape 256,512,512 --seed 1",),
     )
     add_out(synth)
-    size, shape = cli.triple(MIN_SIZE_VOXELS, "256,512,512"), "size in voxels (default: 256,512,512)"
-    synth.add_argument("--shape", type=size, default=(256, 512, 512), metavar="Z,Y,X", help=shape)
-    synth.add_argument("--seed", type=cli.natural, default=0, help="seed of the scroll (default: 0)")
-    synth.add_argument("--chunk", type=cli.natural, default=128, help="chunk size in voxels, even (default: 128)")
+    option(synth, "--shape Z,Y,X", "size in voxels", cli.triple(MIN_SIZE_VOXELS, "256,512,512"), (256, 512, 512))
+    option(synth, "--seed N", "seed of the scroll", cli.natural, 0)
+    option(synth, "--chunk N", "chunk size in voxels, even", cli.natural, 128)
     windings = "also write OUT.instances.zarr: the number of the winding of each voxel of papyrus, 0 = none"
-    synth.add_argument("--instances", action="store_true", help=windings)
+    option(synth, "--instances", windings)
     synth.set_defaults(run=_synth)
 
 
@@ -94,14 +94,11 @@ def add_info(commands: Commands) -> None:
     )
     add_source(info, "PATH")
     other = "show only how this array (PATH, PATH@LEVEL or PATH@7.91um) aligns with PATH; exit code 6 if it does not"
-    info.add_argument("other", type=array, nargs="?", metavar="OTHER", help=other)
-    size = ",".join(map(str, BOX_ZYX))
-    patch = f"size of a box in voxels (default: {size})"
-    info.add_argument("--patch", type=cli.triple(1, size), default=BOX_ZYX, metavar="Z,Y,X", help=patch)
-    boxes = "number of boxes to sample intensities from (default: 16)"
-    info.add_argument("--boxes", type=cli.natural, default=16, help=boxes)
-    info.add_argument("--list", action="store_true", help="count the stored chunks by listing the store; may take long")
-    info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
+    option(info, "other OTHER", other, array, nargs="?")
+    option(info, "--patch Z,Y,X", "size of a box in voxels", cli.triple(1, "72,136,136"), BOX_ZYX)
+    option(info, "--boxes N", "number of boxes to sample intensities from", cli.natural, 16)
+    option(info, "--list", "count the stored chunks by listing the store; may take long")
+    option(info, "--json", "print JSON; null = unknown")
     info.set_defaults(run=_info)
 
 
@@ -135,12 +132,10 @@ def add_copy(commands: Commands) -> None:
     )
     add_source(copy, "SOURCE")
     add_out(copy)
-    start, size = cli.triple(0, "0,128,128"), cli.triple(1, "72,136,136")
-    copy.add_argument("--start", type=start, default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)")
-    copy.add_argument("--size", type=size, metavar="Z,Y,X", help="size of the box in voxels (default: to the end)")
-    levels = "levels to write, each averaging 2x2x2 voxels (default: 1)"
-    copy.add_argument("--levels", type=cli.natural, default=1, help=levels)
-    copy.add_argument("--labels", action="store_true", help=_LABELS)
+    option(copy, "--start Z,Y,X", "first voxel", cli.triple(0, "0,128,128"), (0, 0, 0))
+    option(copy, "--size Z,Y,X", "size of the box in voxels (default: to the end)", cli.triple(1, "72,136,136"))
+    option(copy, "--levels N", "levels to write, each averaging 2x2x2 voxels", cli.natural, 1)
+    option(copy, "--labels", _LABELS)
     add_store(copy)
     copy.set_defaults(run=_copy)
 
@@ -173,18 +168,16 @@ def add_import(commands: Commands) -> None:
     )
     formats = "TIFF, PNG or DICOM slices; .tif, .nii(.gz), .nrrd, .nhdr, .npy, .h5:/DATASET, .n5:/DATASET"
     source = f"folder of {formats}; or raw voxels with --shape and --dtype"
-    importer.add_argument("source", metavar="SOURCE", help=source)
+    option(importer, "source SOURCE", source)
     add_out(importer)
     select = "index for each axis (longer than 1) other than z, y, x, such as channel, time and color"
-    importer.add_argument("--select", type=cli.naturals, default=(), metavar="I,...", help=select)
-    shape = cli.triple(1, "1024,2048,2048")
-    importer.add_argument("--shape", type=shape, metavar="Z,Y,X", help="size of a raw file in voxels")
-    importer.add_argument("--dtype", type=_dtype, metavar="T", help="dtype of a raw file, e.g. uint8, >u2, float32")
-    voxel = "voxel size (default: from the source)"
-    importer.add_argument("--voxel-size-um", type=cli.lengths, metavar="Z,Y,X", help=voxel)
+    option(importer, "--select I,...", select, cli.naturals, ())
+    option(importer, "--shape Z,Y,X", "size of a raw file in voxels", cli.triple(1, "1024,2048,2048"))
+    option(importer, "--dtype T", "dtype of a raw file, e.g. uint8, >u2, float32", _dtype)
+    option(importer, "--voxel-size-um Z,Y,X", "voxel size (default: from the source)", cli.lengths)
     levels = "levels to write, each averaging 2x2x2 voxels (default: until one fits into a chunk)"
-    importer.add_argument("--levels", type=cli.natural, help=levels)
-    importer.add_argument("--labels", action="store_true", help=_LABELS)
+    option(importer, "--levels N", levels, cli.natural)
+    option(importer, "--labels", _LABELS)
     importer.set_defaults(run=_import)
 
 
@@ -245,18 +238,16 @@ def add_relabel(commands: Commands) -> None:
             "vesuvius volume relabel bodies.zarr membranes.zarr --boundary --deform 4 --deform-length 24 --seed 1",
         ),
     )
-    relabel.add_argument("labels", type=array, metavar="LABELS", help="classes, 0 = nothing: PATH or PATH@LEVEL")
+    option(relabel, "labels LABELS", "classes, 0 = nothing: PATH or PATH@LEVEL", array)
     add_out(relabel)
     instances = "ids of the same voxels, one per sheet or body, 0 = none; needed by all but --deform and --bend"
-    relabel.add_argument("--instances", type=array, metavar="VOLUME", help=instances)
-    boundary = "LABELS are ids of bodies; OUT.zarr gets 1 at their boundaries and at id 0"
-    relabel.add_argument("--boundary", action="store_true", help=boundary)
-    relabel.add_argument("--box", type=box, metavar="Z0:Z1,Y0:Y1,X0:X1", help="part to change (default: all)")
-    relabel.add_argument("--seed", type=cli.natural, default=0, help="seed of the changes (default: 0)")
+    option(relabel, "--instances VOLUME", instances, array)
+    option(relabel, "--boundary", "LABELS are ids of bodies; OUT.zarr gets 1 at their boundaries and at id 0")
+    option(relabel, "--box Z0:Z1,Y0:Y1,X0:X1", "part to change (default: all)", box)
+    option(relabel, "--seed N", "seed of the changes", cli.natural, 0)
     changes = relabel.add_argument_group("changes, in this order")
     for name, (default, kind, metavar, meaning) in _CHANGES.items():
-        text = f"{meaning} (default: {default:g})"
-        changes.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=text)
+        option(changes, f"--{name.replace('_', '-')} {metavar}", meaning, kind, default)
     relabel.set_defaults(run=_relabel)
 
 
@@ -280,8 +271,7 @@ def add_occupancy(commands: Commands) -> None:
         examples=("vesuvius volume occupancy scroll.zarr", "vesuvius volume occupancy s3://b/s.zarr --out s.npz"),
     )
     add_source(occupancy, "PATH", "s3://, gs:// or az://")
-    out = "file to write instead; required for an address"
-    occupancy.add_argument("--out", type=cli.full_path, metavar="FILE", help=out)
+    option(occupancy, "--out FILE", "file to write instead; required for an address", cli.full_path)
     occupancy.set_defaults(run=_occupancy)
 
 
@@ -302,8 +292,8 @@ def add_verify(commands: Commands) -> None:
     add_source(verify, "PATH")
     processes = "processes that read and decode (default: number of cores, at most 4)"
     count = min(4, os.cpu_count() or 1)
-    verify.add_argument("--processes", type=cli.positive, default=count, metavar="N", help=processes)
-    verify.add_argument("--json", action="store_true", help="print JSON")
+    option(verify, "--processes N", processes, cli.positive, count)
+    option(verify, "--json", "print JSON")
     verify.set_defaults(run=_verify)
     add_store(verify)
 
@@ -321,16 +311,14 @@ def _verify(arguments: argparse.Namespace) -> Facts:
 
 
 def add_source(parser: cli.Parser, metavar: str, addresses: str = "https://, s3://, gs://, az:// or hf://") -> None:
-    where = f"zarr group or array: a folder, or an address {addresses}"
-    parser.add_argument("path", metavar=metavar, help=where)
+    option(parser, f"path {metavar}", f"zarr group or array: a folder, or an address {addresses}")
     levels = "level of the pyramid, 0 = finest (default: 0), or its voxel size: 7.91um"
-    parser.add_argument("--level", type=level, default={}, help=levels)
-    select = "index for each axis other than z, y, x"
-    parser.add_argument("--select", type=cli.naturals, default=(), metavar="I,...", help=select)
+    option(parser, "--level LEVEL", levels, level, {})
+    option(parser, "--select I,...", "index for each axis other than z, y, x", cli.naturals, ())
 
 
 def add_out(parser: cli.Parser) -> None:
-    parser.add_argument("out", type=cli.full_path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    option(parser, "out OUT.zarr", "where to write; the name ends in .zarr", cli.full_path)
 
 
 def source_of(arguments: argparse.Namespace) -> ArrayConfig:
@@ -339,13 +327,11 @@ def source_of(arguments: argparse.Namespace) -> ArrayConfig:
 
 def add_store(parser: cli.Parser) -> None:
     stores = parser.add_argument_group("reading from stores")
-    count, minutes = _STORE.requests, _STORE.outage_minutes
-    requests = f"requests in flight per process (default: {count})"
-    stores.add_argument("--requests", type=cli.positive, default=count, help=requests)
-    outage = f"how long to retry if the network or server is down (default: {minutes:g})"
-    stores.add_argument("--outage-minutes", type=cli.number_from_0, default=minutes, metavar="M", help=outage)
+    option(stores, "--requests N", "requests in flight per process", cli.positive, _STORE.requests)
+    outage = "how long to retry if the network or server is down"
+    option(stores, "--outage-minutes M", outage, cli.number_from_0, _STORE.outage_minutes)
     forbidden = "treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
-    stores.add_argument("--forbidden-is-absent", action="store_true", help=forbidden)
+    option(stores, "--forbidden-is-absent", forbidden)
 
 
 def store_of(arguments: argparse.Namespace) -> StoreConfig:
