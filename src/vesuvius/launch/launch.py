@@ -3,8 +3,6 @@
 torch takes seconds to import, so only a process that trains imports it.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

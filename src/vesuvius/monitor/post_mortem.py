@@ -4,8 +4,6 @@ Written to `post_mortem.jsonl`.  The evidence is the kernel's kill counts, Ray's
 is examined while its run continues, a killed run by the next session or from outside.
 """
 
-from __future__ import annotations
-
 import os
 import textwrap
 import time
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.processes import read_process
@@ -121,17 +119,17 @@ class KillCounts:
     path: str = ""  # of that cgroup; '' = unknown
 
     @classmethod
-    def of(cls, record: MemorySample | SessionRecord, path: str = "") -> KillCounts:
+    def of(cls, record: MemorySample | SessionRecord, path: str = "") -> Self:
         return cls(record.cgroup_oom_kills, record.machine_oom_kills, path)
 
-    def since(self, before: KillCounts) -> KillCounts:
+    def since(self, before: Self) -> Self:
         """Return the increase; None if it is unknown, the cgroup differs, or the count fell.  Pure."""
 
         def rise(was: int | None, now: int | None) -> int | None:
             return None if was is None or now is None or now < was else now - was
 
         same = self.path == before.path or not (self.path and before.path)
-        return KillCounts(rise(before.cgroup, self.cgroup) if same else None, rise(before.machine, self.machine))
+        return type(self)(rise(before.cgroup, self.cgroup) if same else None, rise(before.machine, self.machine))
 
 
 def read_counts_of(pid: int) -> KillCounts:

@@ -5,8 +5,6 @@ axis.  Its region, what its patches cover, is the cell extended by patch - 1 vox
 shifts the boundaries: only phases at which regions touch the fewest chunks (docs/plan.md).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

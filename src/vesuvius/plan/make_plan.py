@@ -1,7 +1,5 @@
 """Splits volumes into a training box and a held-out slab with a gap between them, and makes the plan.  Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

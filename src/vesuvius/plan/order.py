@@ -11,8 +11,6 @@ from the slot that equals i modulo M, so if M is a multiple of the number of ran
 Everything has a closed form: the plan of a 20 TB volume orders 38 million regions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache

@@ -6,8 +6,6 @@ a random first one, in random order, and visits their cells (`cells.py`).  The r
 patches are cut from it; those of M regions are mixed (`order.py`).  docs/plan.md explains it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Events of a stream, the limits at which they end it, and checks of the state that it continues from."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Cuts patches from the regions in flight and assembles batches, on a thread, a few ahead of the trainer."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading
@@ -11,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,8 +142,8 @@ class Batch:
         """The sample index of each patch, (B,)."""
         return np.array([sample.index for sample in self.samples], np.int64)
 
-    def rows(self, of: slice) -> Batch:
-        return Batch(tuple(array[of] for array in self.arrays), self.samples[of], self.channels)
+    def rows(self, of: slice) -> Self:
+        return type(self)(tuple(array[of] for array in self.arrays), self.samples[of], self.channels)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,5 @@
 """Options of a stream and the memory they take; only the batch size changes the batches."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The data path as an endless, ordered iterator of batches; batch n depends on the plan alone."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -3,8 +3,6 @@
 If both have an OME scale, scale and translation decide.  Otherwise the shapes do, and `caveat` says so.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -120,6 +118,9 @@ class Alignment:
         return math.floor(self.offsets[axis] + self.factors[axis] * index + Fraction(1, 2))
 
 
+AnyAlignment = Alignment | AffineAlignment
+
+
 def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
     """Align an array, `what` in messages, with a volume.  Raises DataError: it is unknown how, or they are apart."""
     if array is volume:
@@ -143,9 +144,6 @@ def align(volume: Volume, array: Volume, what: str) -> AnyAlignment:
             f"{describe_geometry(array)}, the volume {describe_geometry(volume)}; {remedy}"
         ) from error
     return found
-
-
-AnyAlignment = Alignment | AffineAlignment
 
 
 def fits(size: int, count: int, factor: Fraction) -> bool:

@@ -4,14 +4,12 @@ Reads scales and translations of OME-Zarr 0.1 to 0.6; in 0.6 the axes are those 
 Any other transformation is refused, because it may turn the axes of the array away from those of space.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import zarr
@@ -84,17 +82,17 @@ class Geometry:
             return True
         return math.isclose(y * one, x * two, rel_tol=1e-3)
 
-    def resized(self, scale_zyx: FloatTriple, units_zyx: tuple[str | None, str | None, str | None]) -> Geometry:
+    def resized(self, scale_zyx: FloatTriple, units_zyx: tuple[str | None, str | None, str | None]) -> Self:
         """The same grid with another voxel size: the translation stays the same number of voxels."""
         voxels = zip(self.translation_zyx, self.scale_zyx, scale_zyx, strict=True)
-        return Geometry(scale_zyx, triple(t / old * new for t, old, new in voxels), units_zyx, self.translated)
+        return type(self)(scale_zyx, triple(t / old * new for t, old, new in voxels), units_zyx, self.translated)
 
-    def starting_at(self, start_zyx: Triple) -> Geometry:
+    def starting_at(self, start_zyx: Triple) -> Self:
         """The same grid from a later voxel on."""
         places = zip(self.translation_zyx, self.scale_zyx, start_zyx, strict=True)
         return replace(self, translation_zyx=triple(t + size * lo for t, size, lo in places), translated=True)
 
-    def of(self, other: Geometry, axis: int) -> tuple[float, float]:
+    def of(self, other: Self, axis: int) -> tuple[float, float]:
         """The other's voxel size along an axis, and its start, in voxels of this one; an unknown unit is the same."""
         first, second = (MICROMETERS.get(each.units_zyx[axis] or "") for each in (self, other))
         one, two = (1.0, 1.0) if first is None or second is None else (first, second)

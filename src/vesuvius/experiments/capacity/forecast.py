@@ -3,8 +3,6 @@
 Regions, requests and bytes follow from the plan of the run.  Unknown rates limit nothing; figures may be None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The regions and readers of the ranks of one node: simulated, and the limits of each resource.  Reads nothing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Rates of stores, of decoding and of steps: given, measured here, or None = unknown."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Which nodes of a Ray cluster can work (same versions, same files), and whether its head answers."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Ray guarantees none of them: `tests/stream/test_ray_private.py` checks each agai
 `pyproject.toml` allows only releases that passed that test.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import socket

@@ -1,7 +1,5 @@
 """Regions read by Ray actors: a chain of ordered executions, which starts again when nodes are lost or join."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

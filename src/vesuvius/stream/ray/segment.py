@@ -3,8 +3,6 @@
 Ray Data's defaults are made for large blocks in any order; a comment on each setting says what goes wrong without it.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Reads regions on threads of this process: all of them without worker processes, else the first while Ray starts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait

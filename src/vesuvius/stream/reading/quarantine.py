@@ -1,7 +1,5 @@
 """The quarantine: a record, as plain data, of each damaged box of the volumes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vesuvius.errors import ConfigError, DataError, one_line

@@ -1,7 +1,5 @@
 """Reads each region of a task once: in Ray actors, and on threads of this process."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -33,6 +31,8 @@ from vesuvius.volumes.voxels import check_labels
 Block = NDArray[np.uint8]
 """One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (its visit and the reader's report,
 pickled), then the voxels of each array.  All of a job have the same length, as Ray would merge short ones."""
+
+_RegionKey = tuple[int, Box]  # index of the volume, and region
 
 HEAD_BYTES = 2**16
 # Limit on compressed chunks fetched ahead of the region being decoded, in decoded bytes.
@@ -306,9 +306,6 @@ class Reader:
         """Log the oldest outage, on its own thread because the reading thread waits during one."""
         while self._log is not None and not self._closed.wait(_PUBLISH_S):
             self._log.outage(min(self.outages, key=lambda outage: outage.since, default=None))
-
-
-_RegionKey = tuple[int, Box]  # index of the volume, and region
 
 
 def open_arrays(spec: VolumeConfig, data: DataConfig, reopened: bool = False) -> tuple[Volume, ...]:

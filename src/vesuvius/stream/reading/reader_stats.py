@@ -1,9 +1,7 @@
 """Statistics of readers: seconds, counts, and the memory of each."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from vesuvius.volumes.voxels import Nonfinite
 
@@ -22,12 +20,11 @@ class ReaderTotals:
     cache_hits: int = 0
     cache_misses: int = 0
 
-    def plus(self, other: ReaderTotals, sign: int = 1) -> ReaderTotals:
+    def plus(self, other: Self, sign: int = 1) -> Self:
         """Return the sum of both, or with a sign of -1 the difference."""
         pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return ReaderTotals(
-            **{name: (a or 0) + sign * (b or 0) for name, (a, b) in pairs.items() if (a, b) != (None, None)}
-        )
+        known = {name: (a or 0) + sign * (b or 0) for name, (a, b) in pairs.items() if (a, b) != (None, None)}
+        return replace(self, **known)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ The file begins with a memory-mapped JSON object, so that logging a chunk takes 
 that crashed two readers is not decoded again.  The trainer watches the logs for crashes and outages.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import logging

@@ -3,8 +3,6 @@
 Unreadable voxels never enter it, so regions that touch damage are still read and replaced.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Opens the volumes, splits them, makes the plan, and estimates the intensity ranges."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """Splits the volumes of a run into training boxes and held-out slabs; entries of one array share a slab."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ share a directory without a lock, because complete entries are renamed into plac
 written, a writer lists the directory and removes the oldest entries until 85 % of the limit are left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -32,13 +30,6 @@ _TRIMS_PER_LIMIT = 64  # per `limit_bytes` written
 _TOUCH_S = 60.0  # `get` marks an entry as used at most this often; writing metadata on each read would cost more
 _PARTIAL = ".partial"
 _ABANDONED_S = 3600.0  # an incomplete file older than this belongs to a dead process
-
-
-def open_cache(config: StoreConfig) -> DiskCache | None:
-    """The configured disk cache; None without one."""
-    if config.cache_dir is None:
-        return None
-    return DiskCache(Path(config.cache_dir) / "vesuvius-chunk-cache", int(config.cache_gib * 2**30))
 
 
 @dataclass(frozen=True)
@@ -145,6 +136,13 @@ class DiskCache:
             "data.store.cache_dir (logged once per process)"
         )
         warn_once(text, self.directory, error)
+
+
+def open_cache(config: StoreConfig) -> DiskCache | None:
+    """The configured disk cache; None without one."""
+    if config.cache_dir is None:
+        return None
+    return DiskCache(Path(config.cache_dir) / "vesuvius-chunk-cache", int(config.cache_gib * 2**30))
 
 
 def _crc(data: bytes) -> bytes:

@@ -4,8 +4,6 @@ Every read is counted, and retried for as long as an outage may last: failures o
 are outages (a closed list), refusals and damage are not.  Remote stores may have a disk cache.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import random
@@ -38,14 +36,6 @@ _FIRST_ANSWER_S = 60.0  # a store that has never answered is more likely a wrong
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
 _STAMPS_MAX = 2**18  # some 60 MB
 _ANSWERS = 20  # tries to reach the same one of several servers, each with its own ETags, as before
-
-
-def open_object(address: str, config: StoreConfig) -> tuple[Source, str]:
-    """Return the source of one object, a path or URL, and the object's key in it."""
-    base, mark, query = address.partition("?") if is_remote(address) else (address, "", "")
-    folder, _, key = base.rpartition("/")
-    key = unquote(key) if address.startswith(("http://", "https://")) else key
-    return Source(f"{folder}{mark}{query}", config), key
 
 
 @dataclass
@@ -336,3 +326,11 @@ class Source:
                     if (self._root / name).read_bytes():
                         return False
         return errors.is_outage(error, self.remote)
+
+
+def open_object(address: str, config: StoreConfig) -> tuple[Source, str]:
+    """Return the source of one object, a path or URL, and the object's key in it."""
+    base, mark, query = address.partition("?") if is_remote(address) else (address, "", "")
+    folder, _, key = base.rpartition("/")
+    key = unquote(key) if address.startswith(("http://", "https://")) else key
+    return Source(f"{folder}{mark}{query}", config), key
