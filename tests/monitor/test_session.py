@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -85,6 +86,12 @@ def test_a_reused_pid_another_boot_and_another_namespace_are_distinguished(tmp_p
     assert is_alive(replace(record, started_s=record.started_s - 60)) is False
     for elsewhere in ({"boot_id": "another"}, {"boot_id": ""}, {"pid_namespace": "pid:[1]"}):
         assert is_alive(replace(record, **elsewhere)) is None
+
+
+def test_a_process_is_the_same_while_the_clock_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, boots = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS), itertools.count(10**9)
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: float(next(boots)))
+    assert is_alive(record) is True
 
 
 def test_a_damaged_file_is_no_session_and_unknown_keys_are_ignored(tmp_path: Path) -> None:

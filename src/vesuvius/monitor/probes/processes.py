@@ -172,9 +172,10 @@ def _find_member(pid: int) -> _Member | None:
         with process.oneshot():
             if process.status() in _ENDED:
                 return None
-            # Both times follow the wall clock; their difference does not.
-            return _Member(process, round(process.create_time() - psutil.boot_time(), 2))
-    except psutil.Error:
+        # Not `create_time() - boot_time()`: each adds the time of boot, which moves when the clock is set.
+        ticks = (read_text(f"{psutil.PROCFS_PATH}/{pid}/stat") or "").rpartition(")")[2].split()[19]
+        return _Member(process, int(ticks) / os.sysconf("SC_CLK_TCK"))
+    except (psutil.Error, IndexError):  # no stat: it has ended
         return None
 
 
