@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,8 @@ def test_a_map_that_folds_is_refused() -> None:
         change_labels(None, cells(32), Changes(deform=8, deform_length=8), 0)
     with pytest.raises(ConfigError, match="fold the labels; lower them"):  # in a plane, too
         change_labels(None, cells(32)[:1], Changes(deform=8, deform_length=8), 0)
+    with pytest.raises(ConfigError, match=r"^--bend 9 voxels would fold the labels; lower them, or choose a larger"):
+        change_labels(None, cells(32), Changes(bend=9), 0)
 
 
 def test_thickening_grows_into_free_voxels_only() -> None:
@@ -242,6 +245,8 @@ def test_wrong_labels_are_refused_with_a_remedy() -> None:
         change_labels(np.zeros_like(ids), ids, Changes(), 0)
     with pytest.raises(ConfigError, match="instance -20 is negative"):
         change_labels(None, -ids, Changes(), 0)
+    with pytest.raises(ConfigError, match="--deform-length 9 has no effect without --deform"):
+        change_labels(None, ids, Changes(bend=1, deform_length=9), 0)
     with pytest.raises(ConfigError, match=r"--thicken -0.9 is less than a voxel"):
         change_labels(None, ids, Changes(thicken=-0.9), 0)
     for changes in (Changes(contact=5), Changes(thicken=float("nan")), Changes(thicken=-1000)):
@@ -326,7 +331,10 @@ def test_classes_and_instances_on_disk_are_those_in_memory(
 def test_an_interrupted_command_resumes_with_the_same_voxels(
     tmp_path: Path, stack: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in the instances, at their coarser level, and in the classes, whose name implies both."""
+    """Stopped in the instances, at their coarser level, and in the classes, whose name implies both.
+
+    Labels that have changed since then are refused: classes and instances would be of different ones.
+    """
     monkeypatch.setattr(relabel_volume, "_CHUNK", 16)
     classes, instances = (ArrayConfig(path=str(path)) for path in stack)
     arguments: dict[str, Any] = {"labels": classes, "instances": instances, "changes": Changes(1, 12)}
@@ -348,6 +356,12 @@ def test_an_interrupted_command_resumes_with_the_same_voxels(
         assert not (tmp_path / "a.zarr").exists()
     left = 10**6
     assert (tmp_path / "a.instances.zarr").exists()
+    chunk = next(file for file in sorted(stack[0].rglob("0*")) if file.is_file())
+    written_s = chunk.stat().st_mtime_ns
+    os.utime(chunk, ns=(written_s, written_s + 1))
+    with pytest.raises(ConfigError, match=r"a\.instances\.zarr was started with other arguments: labels"):
+        relabel_volume.relabel_volume(out=tmp_path / "a.zarr", **arguments)
+    os.utime(chunk, ns=(written_s, written_s))
     for name in "ab":
         relabel_volume.relabel_volume(out=tmp_path / f"{name}.zarr", **arguments)
     for ending in (".zarr", ".instances.zarr"):

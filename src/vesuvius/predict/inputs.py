@@ -6,7 +6,6 @@ however many tiles need it.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
@@ -156,7 +155,7 @@ class Inputs:
     def record(self) -> list[Any]:
         """Return names and fingerprints of the arrays, as plain JSON."""
         arrays = ((each.volume, each.needed(self.box)) for each in self.arrays)
-        found = [[array_key(volume), metadata_hash(volume.array), stored_stamp(volume, box)] for volume, box in arrays]
+        found = [[array_key(volume), metadata_hash(volume.array), volume.stored_stamp(box)] for volume, box in arrays]
         spec = self.mask.volume.spec if self.mask else None
         marks = [spec.labels, spec.ignore] if isinstance(spec, MaskConfig) else []
         return [*found, marks] if any(marks) else found
@@ -211,18 +210,6 @@ def checked_box(box: Any, shared: Box) -> Box:
             "its arrays share; change box"
         )
     return start, stop
-
-
-def stored_stamp(volume: Volume, box: Box) -> str | None:
-    """Return a hash of the sizes and times of the files in a box; None for a remote volume."""
-    if volume.source.remote:
-        return None
-    root, found = Path(volume.source.address), hashlib.sha256()
-    for key, _ in itertools.groupby(map(volume.grid.key_of, volume.grid.chunks_of(box))):
-        if (root / key).exists():
-            stat = (root / key).stat()
-            found.update(f"{key} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return found.hexdigest()[:16]
 
 
 def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:

@@ -118,6 +118,8 @@ def check_changes(changes: Changes, has_instances: bool) -> None:
         if not low <= (value := getattr(changes, name)) <= high:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} {value:g} is not between {low} and {high}; change it")
+    if changes.deform_length != Changes.deform_length and not changes.deform:
+        raise ConfigError(f"--deform-length {changes.deform_length:g} has no effect without --deform; add --deform 4")
     if 0 < abs(changes.thicken) < 1:
         raise ConfigError(f"--thicken {changes.thicken:g} is less than a voxel, so it changes nothing; use 1 or more")
     if needing := [name for name in ("thicken", "tear", "contact") if getattr(changes, name) and not has_instances]:
@@ -176,10 +178,9 @@ def _check_folds(by: Displacement, changes: Changes) -> None:
         edges = zip(np.eye(3, dtype=np.float32), (1, 2, 3), strict=True)
         a, b, c = (np.diff(part, axis=axis)[cells] + unit.reshape(3, 1, 1, 1) for unit, axis in edges)
         if (a * np.cross(b, c, axis=0)).sum(0).min(initial=1) < _LEAST_STRETCH:
-            raise ConfigError(
-                f"--deform {changes.deform:g} and --bend {changes.bend:g} voxels would fold the labels; lower them, or "
-                f"raise --deform-length {changes.deform_length:g}"
-            )
+            asked = [f"--{name} {by:g}" for name in ("deform", "bend") if (by := getattr(changes, name))]
+            remedy = f"raise --deform-length {changes.deform_length:g}" if changes.deform else "choose a larger --box"
+            raise ConfigError(f"{' and '.join(asked)} voxels would fold the labels; lower them, or {remedy}")
 
 
 # ---- changes of instances

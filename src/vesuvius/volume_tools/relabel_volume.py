@@ -60,7 +60,7 @@ def relabel_volume(
         box = _checked_box(box, volumes)
         if changes == Changes(deform_length=changes.deform_length, within=changes.within) and not boundary:
             raise ConfigError("no change is asked for, so this would be a copy; add e.g. --deform 4")
-        about = {name: [volume.name, metadata_hash(volume.array)] for name, volume in volumes.items()}
+        about = {n: [v.name, metadata_hash(v.array), v.stored_stamp(box)] for n, v in volumes.items()}
         record = {"instances": None, **about, "boundary": boundary, "box": [list(end) for end in box], "seed": seed}
         record |= asdict(changes)
         outs = [out, out.with_suffix(".instances.zarr")][: 1 + (boundary or len(volumes) > 1)]

@@ -5,6 +5,8 @@ from remote stores.  Bytes are fetched ahead: a few chunks from disk, whole regi
 decoded on the reading thread.
 """
 
+import hashlib
+import itertools
 import logging
 import math
 import os
@@ -224,6 +226,17 @@ class Volume:
             return
         fetching = ((chunk, self.source.start(self.grid.fetch, chunk, self.source.get)) for chunk in chunks)
         yield from ((chunk, future.result) for chunk, future in started_ahead(fetching, _AHEAD))
+
+    def stored_stamp(self, box: Box) -> str | None:
+        """Return a hash of the sizes and times of the files in a box; None for a remote volume."""
+        if self.source.remote:
+            return None
+        root, found = Path(self.source.address), hashlib.sha256()
+        for key, _ in itertools.groupby(map(self.grid.key_of, self.grid.chunks_of(box))):
+            if (root / key).exists():
+                stat = (root / key).stat()
+                found.update(f"{key} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return found.hexdigest()[:16]
 
     def _staged_bytes(self, key: str, byte_range: ByteRange | None) -> bytes | None:
         started = time.perf_counter()

@@ -15,7 +15,6 @@ from vesuvius.diffusion.randomness import Purpose, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.generate.sample_zarr import to_model_values
-from vesuvius.predict.inputs import stored_stamp
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import IntensityRange
 from vesuvius.training.checkpoint.trained import DataFacts
@@ -111,7 +110,7 @@ class Inputs:
             assert self.shape_zyx is not None
             placed = (self._context if name == "condition" else None) or self._alignments[name]
             box = placed.array_box(box_at(self._origin, self.shape_zyx))
-            record[name] = [volume.name, metadata_hash(volume.array), stored_stamp(volume, box)]
+            record[name] = [volume.name, metadata_hash(volume.array), volume.stored_stamp(box)]
         return record
 
     def geometry(self, voxel_size_um: FloatTriple | None) -> Geometry:
