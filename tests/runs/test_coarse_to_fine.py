@@ -198,7 +198,11 @@ def test_coarse_first_is_refused_before_it_draws_and_takes_no_settings_of_a_guid
 ) -> None:
     shape = ",".join(map(str, FINE))
     assert draws("around", "folder", "--coarse", "coarse", "--shape", shape) == 2
-    assert "does not end in .zarr" in capsys.readouterr().err
+    assert "folder does not end in .zarr" in capsys.readouterr().err
+    assert draws("around", "folder.zarr", "--coarse", "coarse", "--shape", shape, "--instances", "ids.zarr") == 2
+    assert "--coarse draws the condition, so it does not go with --instances" in capsys.readouterr().err
+    assert draws("around", "folder.zarr", "--coarse", "coarse") == 2
+    assert "add --shape" in capsys.readouterr().err
     for coarse, message in (("none", "=none is neither"), ("fine", ": trained with conditions; choose a run without")):
         assert draws("around", "folder.zarr", "--coarse", coarse, "--shape", shape) == 2
         assert re.search(f"ERROR --coarse.*{message}", capsys.readouterr().err)

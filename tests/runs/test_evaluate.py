@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,22 @@ def test_positions_in_another_condition_do_not_count_as_held_out(tmp_path: Path)
 def test_samples_of_other_programs_are_evaluated_in_intensities(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Some of other dtype do not fit into the volume's."""
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)
     path = tmp_path / ("samples.zarr" if kind == "array" else "samples.npy")
     if kind == "array":
         write_array(path, patches, chunk=8)
     else:
-        np.save(path, patches + 0.3)
-    assert evaluates("shown", "--generated", path, "--out", tmp_path / "out") == 0
-    found = json.loads((tmp_path / "out/evaluation.json").read_text())
-    assert "positions of the conditions of these samples are unknown" in capsys.readouterr().out.splitlines()[-2]
+        voxels = patches + 0.3
+        voxels[0, 0, 0, :3] = -1.2, 255.4, 256
+        np.save(path, voxels)
+    assert evaluates("shown", "--generated", path, "--out", tmp_path / "out", "--seed", 1) == 0
+    found, said = json.loads((tmp_path / "out/evaluation.json").read_text()), capsys.readouterr()
+    assert "positions of the conditions of these samples are unknown" in said.out.splitlines()[-2]
+    clipped = "generated voxels do not fit into uint8 and are clipped"
+    assert (f"2 of {16 * math.prod(PATCH)} {clipped}" in said.err) == (kind != "array")
+    assert "--seed, --steps: no effect on existing samples" in said.err
     metric: dict[str, Any] = found["figures"]["histogram_distance"]
     assert not metric["differs"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
 

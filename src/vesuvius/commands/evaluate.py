@@ -1,13 +1,16 @@
 """`vesuvius evaluate RUN`: compare patches of a trained model with held-out ones."""
 
+import logging
 import shlex
 from argparse import ArgumentTypeError
 from itertools import pairwise
 
 from vesuvius.commands.cli import Parser, as_command, at_least, full_path, natural, naturals, option, say
-from vesuvius.commands.sample import add_sampling, sampling_of
+from vesuvius.commands.sample import KEYS, add_sampling, sampling_of
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.progress import Progress
+
+log = logging.getLogger(__name__)
 
 
 def _efforts(text: str) -> tuple[int, ...]:
@@ -39,6 +42,10 @@ def main(argv: list[str]) -> int:
     option(more, "--classifier-steps N,N", steps, _efforts, (200, 1000))
     add_sampling(parser, more)
     arguments = parser.parse_args(argv)
+    of_sampling = ("seed", "batch_size", "weights", "guide", *KEYS) if arguments.generated else ()
+    if given := [name for name in of_sampling if getattr(arguments, name) != parser.get_default(name)]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        log.warning("%s: no effect on existing samples; remove it, or --generated", options)
     from vesuvius.generate.evaluate.evaluate import evaluate  # imports torch
     from vesuvius.generate.sampling import SampleRequest
 

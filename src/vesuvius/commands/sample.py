@@ -16,7 +16,7 @@ from vesuvius.runlog.progress import Progress
 if TYPE_CHECKING:
     from vesuvius.volumes.box import Box
 
-_KEYS = {
+KEYS = {
     "sampler": "diffusion.sampler: ddim, ddpm (ancestral), dpmpp2m or heun",
     "steps": "diffusion.sampler_steps: sampling steps",
     "clip": "diffusion.sampler_clip: limit on |x_0| in each step, in model values; null = none",
@@ -105,7 +105,7 @@ def add_sampling(parser: argparse.ArgumentParser, more: argparse._ArgumentGroup)
     guide = "earlier checkpoint of the run; --residual-guidance amplifies the change since then"
     option(more, "--guide CHECKPOINT", guide)
     keys = parser.add_argument_group("config keys (default: as in the checkpoint)")
-    for name, meaning in _KEYS.items():
+    for name, meaning in KEYS.items():
         option(keys, f"--{name.replace('_', '-')} VALUE", meaning)
 
 
@@ -115,7 +115,7 @@ def sampling_of(arguments: argparse.Namespace, checkpoint: str, volume_index: in
     from vesuvius.training.checkpoint.download import local_checkpoint  # imports torch
     from vesuvius.training.checkpoint.format import find_checkpoint
 
-    values = {meaning.partition(":")[0]: getattr(arguments, name) for name, meaning in _KEYS.items()}
+    values = {meaning.partition(":")[0]: getattr(arguments, name) for name, meaning in KEYS.items()}
     if "," in str(interval := arguments.residual_guidance_interval):
         values["diffusion.residual_guidance_interval"] = f"[{interval.strip('[]')}]"
     return {

@@ -1,6 +1,7 @@
 """Shared by samples and volumes: the request, its checks and record, the network, progress, stop signals."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,9 +91,11 @@ def _check_residual_guidance(info: CheckpointInfo, request: GenerateRequest) -> 
     else:
         levels = sampling_levels(Schedule.from_config(diffusion, info.data.spectrum), diffusion)[:-1]
         if not any(has_residual_guidance(diffusion, level) for level in levels):
+            low, high = diffusion.residual_guidance_interval or (0.0, math.inf)
+            lowest, highest = (each(level.sigma / level.alpha for level in levels) for each in (min, max))
             raise ConfigError(
-                f"--residual-guidance has no effect: none of the {len(levels)} noise levels lies between "
-                f"{diffusion.residual_guidance_interval}; change --residual-guidance-interval"
+                f"--residual-guidance has no effect between {low:g} and {high:g}: the {len(levels)} noise levels lie "
+                f"between {lowest:.3g} and {highest:.3g}, none of them there; change --residual-guidance-interval"
             )
 
 

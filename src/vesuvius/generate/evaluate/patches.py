@@ -290,7 +290,11 @@ def generated_set(found: PatchSet, source: RealSource, has_condition: bool) -> P
                 f"and an evaluation needs {LEAST_PATCHES}; increase --count"
             )
         voxels, locations, at = voxels[rows], locations[rows], [at[row] for row in rows]
-    raw = torch.from_numpy(np.ascontiguousarray(cast_intensities(voxels, source.stored_as[1])))
+    cast = cast_intensities(voxels, source.stored_as[1])
+    if clipped := np.count_nonzero(abs(cast.astype(np.float64) - voxels) >= 1):
+        remedy = "are clipped; give samples in the intensities of the training volume"
+        log.warning("%d of %d generated voxels do not fit into %s and %s", clipped, cast.size, cast.dtype, remedy)
+    raw = torch.from_numpy(np.ascontiguousarray(cast))
     if has_condition or locations is not None:
         turns = [augmentation_of(_GENERATED, source.data.plan.augment, row) for row in range(len(raw))]
         raw = apply_symmetries(raw, turns)

@@ -40,7 +40,7 @@ from vesuvius.runlog.units import format_count, format_duration, format_size, fo
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
 from vesuvius.training.step.feed import StoredCondition
 from vesuvius.training.stop import StopRequest
-from vesuvius.volume_tools.partial import PartialCopy, has_partial, is_finished, partial_path
+from vesuvius.volume_tools.partial import PartialCopy, check_name, has_partial, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
 from vesuvius.volumes.alignment import ONES
 from vesuvius.volumes.box import Box, box_at, relative, shifted, triple
@@ -145,8 +145,11 @@ def with_coarse(request: VolumeRequest, checkpoint: Path) -> tuple[VolumeRequest
     factors = info.data.volumes[request.volume_index].condition_factors
     if factors == ONES:
         raise ConfigError(f"--coarse has no effect: {info.checkpoint} has no coarser condition; remove it")
-    if shape is None or request.inputs != InputConfig():
-        raise ConfigError("--coarse draws the condition, so it needs --shape, and no --condition, --box or --inpaint")
+    check_name(request.out)
+    if given := [name for name, value in vars(request.inputs).items() if value is not None]:
+        raise ConfigError(f"--coarse draws the condition, so it does not go with --{given[0]}; remove one of them")
+    if shape is None:
+        raise ConfigError("--coarse needs the size of the volume; add --shape")
     around = Fraction((info.config.data.context or 1) - 1, 2)  # patches on each side
     margin = [math.ceil(size * around / by) for size, by in zip(info.config.data.patch_size, factors, strict=True)]
     sizes = triple(math.ceil(size / by) + 2 * more for size, by, more in zip(shape, factors, margin, strict=True))

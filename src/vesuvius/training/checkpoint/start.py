@@ -298,8 +298,9 @@ def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> 
     """Raises ConfigError if weights do not fit a network, possibly on the meta device, or are not finite."""
     if problems := weight_problems(dict(network.named_parameters()), weights):
         raise ConfigError(
-            f"The weights of training.init_from do not fit the network: {problems}; copy model.* from their run "
-            "(model.patch_embed_kernel=3 if it has no such key), or remove training.init_from"
+            f"The weights of training.init_from do not fit the network: {problems}; copy model.* "
+            "(model.patch_embed_kernel=3 if it has no such key), and whether there is a condition, its classes and "
+            "context, from their run, or remove training.init_from"
         )
     if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
