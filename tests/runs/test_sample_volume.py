@@ -191,6 +191,10 @@ def test_missing_chunks_are_filled_and_a_complete_volume_is_copied_with_a_warnin
     assert "No voxel of --inpaint" not in capsys.readouterr().err
     assert draws(tmp_path / "same.zarr", "--inpaint", tmp_path / "filled.zarr", "--guidance", 0) == 0
     assert "No voxel of --inpaint is missing, so it is copied" in capsys.readouterr().err
+    empty = write_array(tmp_path / "mask.zarr", np.zeros_like(scan), config={"write_empty_chunks": True})
+    again = draws(tmp_path / "again.zarr", "--inpaint", tmp_path / "filled.zarr", "--mask", empty, "--guidance", 0)
+    assert again == 0
+    assert "No voxel of --inpaint is marked by --mask, so it is copied" in capsys.readouterr().err
     np.testing.assert_array_equal(voxels(tmp_path / "same.zarr"), found)
 
 

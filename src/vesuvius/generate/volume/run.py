@@ -84,7 +84,9 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 return f"{out} is already complete: {shape}, generated with the same arguments"
             active = volume.active_blocks(note := folder / "live_blocks")
             if not active:
-                log.warning("No voxel of --inpaint is missing, so it is copied; mark what to fill with --mask")
+                none = "missing, so it is copied; mark what to fill with --mask"
+                none = none if request.inputs.mask is None else "marked by --mask, so it is copied; check both volumes"
+                log.warning("No voxel of --inpaint is %s", none)
             if not has_partial(out, RECORD_KIND):
                 volume.check_space(active)
             volume.write_labels()
