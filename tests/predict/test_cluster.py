@@ -47,7 +47,7 @@ try:
 except vesuvius.VesuviusError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
-WAIT_S = 200
+WAIT_S = 600  # of a loaded machine
 FEW, ALL = 20, 10**9  # calls; the prediction takes some 100
 
 
