@@ -85,7 +85,7 @@ def classes_of(ids: Labels) -> NDArray[np.uint8]:
 def choose_boxes(walls: NDArray[np.bool_], edge: int, count: int) -> list[tuple[slice, ...]]:
     """Choose disjoint boxes at random among those with at least the volume's share of walls."""
     rng, boxes, used, share = np.random.default_rng(7), list[tuple[slice, ...]](), np.zeros_like(walls), walls.mean()
-    for _ in range(10**5):
+    for _ in range(10**5 if edge <= min(walls.shape) else 0):
         box = tuple(slice(at, at + edge) for at in (int(rng.integers(size - edge + 1)) for size in walls.shape))
         if not used[box].any() and walls[box].mean() >= share:
             used[box] = True
@@ -180,6 +180,9 @@ class Study:
     def __init__(self, arguments: argparse.Namespace, out: Path) -> None:
         paths, axis = (arguments.scan, arguments.bodies), "zyx".index(arguments.split)
         self.voxels, self.ids = (np.moveaxis(vesuvius.open_volume(path)[:], axis, 0) for path in paths)
+        if self.voxels.shape != self.ids.shape or not 0 <= self.ids.min() <= self.ids.max() < 2**31:
+            facts = f"{self.ids.shape}, ids up to {self.ids.max()}, and {self.voxels.shape}"
+            raise SystemExit(f"{paths[1]} and {paths[0]} are not ids below 2^31 in the voxels of a scan: {facts}")
         self.out, self.unlabeled = out, [str(path.resolve()) for path in (out / "train.zarr", *arguments.unlabeled)]
         self.model_steps, self.steps, self.pairs = arguments.model_steps, arguments.steps, arguments.pairs
         self.contact, self.within, self.guess = arguments.contact, arguments.within, arguments.guess

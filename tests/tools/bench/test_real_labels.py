@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import ndimage
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, write_array
 
 
 @pytest.fixture
@@ -51,3 +53,14 @@ def test_the_parts_of_the_volume_are_a_patch_apart(bench: Any) -> None:
     train, validation, test = bench.parts(250).values()
     assert (train.start, test.stop) == (0, 250)
     assert validation.start - train.stop == test.start - validation.stop == bench.PATCH
+
+
+def test_what_the_study_cannot_use_is_refused_with_its_shape(bench: Any, tmp_path: Path) -> None:
+    scan = write_array(tmp_path / "scan.zarr", np.ones((80, 40, 40), np.uint8))
+    arguments = argparse.Namespace(scan=scan, split="z")
+    for name, ids in (("cut", np.ones((80, 40, 39), np.uint8)), ("large", np.full((80, 40, 40), 2**32 + 1))):
+        arguments.bodies = write_array(tmp_path / f"{name}.zarr", ids)
+        with pytest.raises(SystemExit, match=r"are not ids below 2\^31 in the voxels of a scan: "):
+            bench.Study(arguments, tmp_path)
+    with pytest.raises(SystemExit, match=r"boxes of 32\^3 voxels were found in"):
+        bench.choose_boxes(np.ones((80, 40, 31), np.bool_), 32, 1)
