@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,18 @@ def test_the_kept_source_needs_no_other_file() -> None:
     Path("kept.yaml").write_text(kept)
     assert read_config(Path("kept.yaml")) == config
     assert read_source(Path("kept.yaml")).decode() == kept, "a resume from the kept source leaves it as it is"
+
+
+def test_the_kept_source_is_what_was_read_whatever_an_editor_has_done_since() -> None:
+    config = read("extends: base.yaml\nname: x", path="x.yaml")
+    Path("base.yaml").write_text(BASE.replace("1e-3", "5.0"))
+    Path("x.yaml").unlink()
+    assert parse_config(read_source(Path("x.yaml")).decode()) == config
+    assert read_config(Path("base.yaml")).training.lr == 5.0, "each read of a config is a new one"
+    ends = os.pipe()
+    os.write(ends[1], BASE.encode())
+    os.close(ends[1])
+    piped = Path(f"/dev/fd/{ends[0]}")
+    assert read_config(piped).name == "base"
+    assert read_source(piped) == BASE.encode()
+    os.close(ends[0])

@@ -32,6 +32,7 @@ _OF_SERVICES = "_SERVICE_HOST"
 
 _Layers = dict[str, Lines]  # by file: the config itself, then those that it extends
 _NONE: Mapping[str, str] = {}
+_read: dict[Path, bytes] = {}  # files as they were last read, by absolute path
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NONE) -> Config:
@@ -126,10 +127,13 @@ def read_volumes(path: Path) -> dict[str, Any] | None:
 
 
 def read_source(path: Path) -> bytes:
-    """Return the file as it is, or merged with the files that it extends.  Raises ConfigError."""
-    tree, layers = _read_layers(path)
+    """Return the file as it was last read, or merged with the files that it extends.  Raises ConfigError.
+
+    It may have been edited since, or be a pipe: `--config <(...)`.
+    """
+    tree, layers = _read_layers(path, again=False)
     if len(layers) == 1:
-        return path.read_bytes()
+        return _read[path.absolute()]
     return f"# Merged from {', '.join(map(show, layers))}.\n\n{to_yaml_block(tree)}".encode()
 
 
@@ -197,13 +201,14 @@ def _tree_of(text: str, source: str) -> tuple[dict[str, Any], Lines]:
     return tree, lines
 
 
-def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
-    """Return the values of a file merged over those of the files that it extends.  Raises ConfigError."""
+def _read_layers(path: Path, again: bool = True) -> tuple[dict[str, Any], _Layers]:
+    """Return the values of a file merged over those of the files that it extends, read `again` or as they were last
+    read.  Raises ConfigError."""
     tree: dict[str, Any] = {}
     layers: _Layers = {}
     chain, here = [path], ""  # files up to the last one, and the line that names it
     while True:
-        found, layers[str(path)] = _tree_of(_text_of(path, here), str(path))
+        found, layers[str(path)] = _tree_of(_text_of(path, here, again), str(path))
         if "extends" not in found:
             return _merged(tree, found), layers
         name, here = found.pop("extends"), f"{path}:{layers[str(path)]['extends',]}: extends: "
@@ -217,10 +222,13 @@ def _read_layers(path: Path) -> tuple[dict[str, Any], _Layers]:
             raise ConfigError(f"{here}files extend each other in a cycle ({circle}); remove one")
 
 
-def _text_of(path: Path, here: str = "") -> str:
+def _text_of(path: Path, here: str = "", again: bool = True) -> str:
     """Return the text of a file; `here` is the place that names it.  Raises ConfigError."""
     try:
-        return path.read_bytes().decode("utf-8")
+        full = path.absolute()
+        if again or full not in _read:
+            _read[full] = path.read_bytes()
+        return _read[full].decode("utf-8")
     except OSError as error:
         of_run = ", of a run its config.resolved.yaml" if (path / "config.resolved.yaml").exists() else ""
         raise ConfigError(f"{here}{path}: {error.strerror}; give the path of a YAML config{of_run}") from None
