@@ -153,13 +153,18 @@ def disk_remedy(error: BaseException) -> str:
 def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
     """Return the full path of a file or folder on a disk; expands `~`, accepts file://.  `of` precedes it in messages.
 
-    Raises ConfigError: it is another address, which would become a folder `s3:`, or the working directory is gone.
+    Raises ConfigError: it is another address, which would become a folder `s3:`; it has a `~name` or `$NAME` that
+    nothing has replaced; or the working directory is gone.
     """
     path = without_file_scheme(os.fspath(text))
     if re.match(r"[a-z][a-z0-9+.-]+:/", path) or not path:  # pathlib makes one slash of two
         raise ConfigError(f"{of}{path!r} is not a path on a disk; give a path (of a mount, or to copy from)")
+    path = os.path.expanduser(path)
+    if (above := re.match(r"(?:.*?/)?([~$][^/]*)(?=/)", path, re.DOTALL)) and not os.path.lexists(above[0]):
+        text = "is no folder, and names no home directory or variable that is known here"
+        raise ConfigError(f"{of}{path!r}: {above[1]!r} {text}; write out the path, or make a folder of that name")
     try:
-        return Path(os.path.expanduser(path)).absolute()
+        return Path(path).absolute()
     except FileNotFoundError as error:
         raise system_error(error) or error from None
 

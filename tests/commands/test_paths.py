@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -13,8 +14,11 @@ import pytest
 import torch
 
 from vesuvius.commands import cli
+from vesuvius.config import StoreConfig
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, ConfigError, system_error
+from vesuvius.runlog.files import cache_folder
 from vesuvius.runlog.find_run import runs_root
+from vesuvius.volumes.store.cache import open_cache
 
 ADDRESS = "s3://bucket/x.zarr"
 WRITES = [
@@ -51,6 +55,36 @@ def test_runs_lie_on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
             cli.full_path(unset)
     with pytest.raises(ConfigError, match=r"VESUVIUS_RUNS=.gs://bucket/runs. is not a path on a disk"):
         runs_root()
+
+
+def test_an_unknown_home_directory_or_variable_is_no_folder_unless_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for above in ("~no-such-user", "$NOT_SET", f"{tmp_path}/r/${{NOT_SET}}"):
+        with pytest.raises(ArgumentTypeError, match="names no home directory or variable that is known here"):
+            cli.full_path(f"{above}/x.zarr")
+    cached = StoreConfig(cache_dir="$NOT_SET/cache")
+    with pytest.raises(ConfigError, match=r"data\.store\.cache_dir=.*'\$NOT_SET' is no folder"):
+        open_cache(cached)
+    (tmp_path / "$NOT_SET").mkdir()
+    for name in ("$NOT_SET/x.zarr", "$5.zarr", "a$/b~/x.zarr"):
+        assert cli.full_path(name) == tmp_path / name
+    assert open_cache(cached) is not None
+
+
+def test_without_a_home_directory_the_variable_to_set_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_user(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
+    with pytest.raises(ConfigError, match=r"XDG_CACHE_HOME='~/\.cache': '~' is no folder"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_folder() == tmp_path / "cache/vesuvius"
 
 
 @pytest.mark.parametrize("arguments", [["report", "n"], ["quarantine", "n"], ["memcheck", "--once"]])

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import psutil
 
-from vesuvius.errors import FULL_DISK, StorageError, disk_remedy
+from vesuvius.errors import FULL_DISK, StorageError, disk_path, disk_remedy
 from vesuvius.runlog.held import is_at, where
 
 log = logging.getLogger(__name__)
@@ -251,6 +251,11 @@ def named_in_utf8(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         named = os.fsencode(path).decode(errors="replace")
         yield named if named == str(path) else f"/proc/self/fd/{file.fileno()}"
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user for what can be made again.  Raises ConfigError: no home directory is known."""
+    return disk_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME=") / "vesuvius"
 
 
 def directory_bytes(path: Path) -> int:

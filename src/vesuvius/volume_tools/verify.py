@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, storage_errors
+from vesuvius.runlog.files import cache_folder
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -249,10 +250,9 @@ def _objects(volume: Volume) -> tuple[Bools, Bools | None]:
 
 def _journal_of(volume: Volume) -> Path:
     """The progress file of a level, identified by its address and metadata."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     identity = f"{address}#{volume.array.path}#{volume.axes}#{metadata_hash(volume.array)}"
-    return root / "vesuvius" / "verify" / f"{hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]}.txt"
+    return cache_folder() / "verify" / f"{hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]}.txt"
 
 
 def _storage_errors(path: Path) -> AbstractContextManager[None]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
+import pwd
 import re
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import hashes
@@ -321,6 +324,37 @@ def test_an_unusable_google_file_is_an_error_without_quoting_it(
     with pytest.raises(DataError, match=r"Cannot open gs://bucket/v: Unable .*the variables GOOGLE_\*") as caught:
         Source("gs://bucket/v", StoreConfig())
     assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("home", ["unknown", "of another user"])
+def test_without_a_usable_home_directory_there_are_no_logins(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers with `--user`: the user has no name, or HOME is root's."""
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    stat = os.stat
+
+    def stat_elsewhere(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(str(tmp_path)):  # root may read everything
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **how)
+
+    def no_user(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    if home == "unknown":
+        monkeypatch.setattr(pwd, "getpwuid", no_user)
+    else:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setattr(os, "stat", stat_elsewhere)
+    monkeypatch.setattr(credentials, "_answers", lambda *request: "")
+    monkeypatch.setattr(credentials.shutil, "which", lambda name: name)
+    assert "no entry in " in str(credentials._web("https://host/x"))
+    assert "no HF_TOKEN in the environment" in str(credentials._hugging_face())
+    assert "no profile" in str(credentials._aws_without_boto3())
+    assert "no service account" in str(credentials._google())
+    assert "no `az` login" in str(credentials._azure({}))
 
 
 def test_the_login_of_gcloud_is_used(cache_home: Path) -> None:

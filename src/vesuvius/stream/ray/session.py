@@ -193,7 +193,8 @@ def authenticated(address: str | None) -> Iterator[None]:
     start` creates clusters.  A cluster gets the token of this process, if it has one.
     """
     changes = {_AUTH_MODE: "token", _TOKEN: secrets.token_hex(32)} if address is None else {_AUTH_MODE: "token"}
-    if _AUTH_MODE in os.environ or (address is not None and _TOKEN not in os.environ and not _token_file().exists()):
+    has_token = _TOKEN in os.environ or os.path.exists(_token_file())  # False in the home of another user
+    if _AUTH_MODE in os.environ or (address is not None and not has_token):
         changes = {}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -209,12 +210,12 @@ def authenticated(address: str | None) -> Iterator[None]:
 
 
 def _token_file() -> Path:
-    return Path(os.environ.get(_TOKEN_PATH) or Path.home() / ".ray/auth_token")
+    return Path(os.environ.get(_TOKEN_PATH) or os.path.expanduser("~/.ray/auth_token"))
 
 
 def _token_in_use() -> str:
     mode = os.environ.get(_AUTH_MODE) or "unset"
-    source = _TOKEN if _TOKEN in os.environ else _token_file() if _token_file().exists() else None
+    source = _TOKEN if _TOKEN in os.environ else _token_file() if os.path.exists(_token_file()) else None
     token = f"the token in {source}" if source else f"no token, as there is no {_token_file()}"
     return f"{_AUTH_MODE} {mode} and {token}"
 

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import ConfigError, DataError, storage_errors
+from vesuvius.runlog.files import cache_folder
 from vesuvius.runlog.units import format_size
 from vesuvius.training.checkpoint.format import digest
 from vesuvius.training.checkpoint.model_file import SUFFIX, is_model_file
@@ -46,7 +47,7 @@ def local_checkpoint(given: str) -> Path:
     if fragment and not match:
         raise ConfigError(f"#{fragment} of a model's address is not #sha256= and 64 hexadecimal digits; correct it")
     wanted, shown = match[1].lower() if match else None, display_address(address)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vesuvius/models"
+    folder = cache_folder() / "models"
     path = folder / f"{hashlib.sha256(address.encode()).hexdigest()[:16]}{SUFFIX}"
     with storage_errors(str(path), "free some space or set XDG_CACHE_HOME to a writable folder"):
         if path.is_file() and wanted in (None, digest(path)):

@@ -19,7 +19,7 @@ from pathlib import Path
 import google_crc32c
 
 from vesuvius.config import StoreConfig
-from vesuvius.errors import ConfigError, warn_once
+from vesuvius.errors import ConfigError, disk_path, warn_once
 from vesuvius.runlog.files import nearest_existing
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,8 @@ def open_cache(config: StoreConfig) -> DiskCache | None:
     """The configured disk cache; None without one."""
     if config.cache_dir is None:
         return None
-    return DiskCache(Path(config.cache_dir) / "vesuvius-chunk-cache", int(config.cache_gib * 2**30))
+    folder = disk_path(f"{config.cache_dir}/vesuvius-chunk-cache", "data.store.cache_dir=")
+    return DiskCache(folder, int(config.cache_gib * 2**30))
 
 
 def _crc(data: bytes) -> bytes:

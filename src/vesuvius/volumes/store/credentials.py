@@ -79,8 +79,9 @@ def _aws() -> Signing | str:
 def _aws_without_boto3() -> Signing | str:
     if name := _first_set("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return Signing(f"signed with {name}", {})
-    files = [Path(os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{file}").expanduser() for name, file in _AWS_FILES]
-    with_keys = (str(file) for file in files if file.is_file() and _AWS_KEYS.search(file.read_text(errors="replace")))
+    named = (os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{file}" for name, file in _AWS_FILES)
+    files = map(Path, filter(os.path.isfile, map(os.path.expanduser, named)))  # False in the home of another user
+    with_keys = (str(file) for file in files if _AWS_KEYS.search(file.read_text(errors="replace")))
     if profile := _first_set("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or next(with_keys, None):
         with needs_extra(f"Signing with the AWS profile {profile} (or set data.store.anonymous=true)", "boto3"):
             pass
@@ -117,9 +118,9 @@ def _google() -> Signing | str:
     names = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
     if name := _first_set(*names, "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"):
         return Signing(f"signed with {name}", {})
-    login = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    login = Path(os.path.expanduser(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud"))
     login /= "application_default_credentials.json"
-    if login.exists():
+    if os.path.exists(login):
         return Signing(f"signed with {login}", {"application_credentials": str(login)})
     host, path = os.environ.get("GCE_METADATA_HOST") or _METADATA_HOST, "/computeMetadata/v1/instance/service-accounts"
     if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _answers(
@@ -156,8 +157,8 @@ def _azure(account: dict[str, Any]) -> Signing | str:
         *("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
     ):
         return Signing(f"signed with {name}", account)
-    login = Path(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure").expanduser() / "azureProfile.json"
-    if shutil.which("az") and login.is_file() and b'"user"' in login.read_bytes():
+    login = Path(os.path.expanduser(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure")) / "azureProfile.json"
+    if shutil.which("az") and os.path.isfile(login) and b'"user"' in login.read_bytes():
         return Signing(f"signed with the `az` login in {login.parent}", account | {"use_azure_cli": True})
     identity = "/metadata/identity/oauth2/token"
     query = "api-version=2019-08-01&resource=https%3A%2F%2Fstorage.azure.com"
@@ -171,10 +172,10 @@ def _azure(account: dict[str, Any]) -> Signing | str:
 
 def _hugging_face() -> Signing | str:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    file = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+    file = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or f"{home}/token"))
     if token := os.environ.get("HF_TOKEN", "").strip():
         return _with_headers("HF_TOKEN", {"Authorization": f"Bearer {token}"})
-    if file.is_file() and (token := file.read_text().strip()):
+    if os.path.isfile(file) and (token := file.read_text().strip()):
         return _with_headers(str(file), {"Authorization": f"Bearer {token}"})
     return f"no HF_TOKEN in the environment, no {file}"
 
@@ -182,7 +183,7 @@ def _hugging_face() -> Signing | str:
 def _web(address: str) -> Signing | str:
     user, _, target = authority(address).rpartition("@")
     host = re.sub(r":\d*$", "", target.lower())
-    file = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    file = Path(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
     headers = {name: value for where, name, value in _header_lines() if where in (host, target.lower())}
     if user:
         return _with_headers("the user in the address", headers | _basic(unquote(user)))
