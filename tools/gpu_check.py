@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import sys
 import time
@@ -26,8 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-if importlib.util.find_spec("vesuvius") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # for the child
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))  # an installed `vesuvius` may be another's
 
 from gpu.report import SETTING, failures, print_report, summary
 from gpu.runner import Findings, Row, Worker

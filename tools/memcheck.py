@@ -6,12 +6,10 @@ python tools/memcheck.py demo --once --json
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("vesuvius") is None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))  # an installed `vesuvius` may be another's
 
 from vesuvius.commands.memcheck import main
 

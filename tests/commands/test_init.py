@@ -127,6 +127,16 @@ def test_real_scrolls(store: str) -> None:
     assert trains() if store == "scroll_v2_sparse_ragged" else passes_checks(config)
 
 
+def test_the_log_to_watch_is_where_the_runs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_config, "first_config", lambda *_, **__: ("", []))
+    for name, runs, shown in ("a", "runs", "runs"), ("b", f"{tmp_path.parent}/my runs", f"'{tmp_path.parent}/my runs"):
+        monkeypatch.setenv("VESUVIUS_RUNS", runs)
+        assert init.main(["volume.zarr", "--name", name]) == EXIT_OK
+        assert f"tail -f {shown}/{name}/logs/train_full.log" in capsys.readouterr().out
+
+
 def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("name: mine\n")
     assert init.main([str(volume), "--out", "mine.yaml"]) == EXIT_CONFIG

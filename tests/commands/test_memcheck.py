@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def test_a_watch_ends_once_its_pipe_is_closed(tmp_path: Path, arguments: list[st
             watching.stdout.close()
             assert watching.stderr.read() == b""
     assert watching.returncode == 0
+
+
+def test_a_watch_may_sleep_for_ages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def sleep(seconds: float) -> None:
+        assert 1e9 < seconds <= threading.TIMEOUT_MAX
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memcheck.time, "sleep", sleep)
+    assert memcheck.main(["--watch", "1e300", "--json"]) in (0, 10, 11), "the state of this machine"
+    assert "Bug" not in capsys.readouterr().err
+
+
+def test_another_package_of_that_name_does_not_hide_that_of_the_checkout(tmp_path: Path) -> None:
+    (tmp_path / "vesuvius").mkdir()
+    (tmp_path / "vesuvius/__init__.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    shown = subprocess.run(
+        memcheck_command("--once", "--json"), env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert found_in(shown)["what"] == "machine"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import subprocess
 import threading
 from collections.abc import Callable
@@ -113,6 +114,26 @@ def test_an_unwritable_or_unlockable_place_is_refused_in_one_line(
     with expected as refused, RunDir(tmp_path / "x").locked(new=True):
         pass
     assert "\n" not in str(refused.value)
+
+
+def test_a_session_that_finds_no_space_leaves_the_config_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "describe_environment", dict)
+    source, directory = tmp_path / "a.yaml", RunDir(tmp_path / "runs/a")
+    source.write_text("name: a\ndata: {volumes: [v.zarr]}\n")
+    config = read_config(source)
+    directory.begin(config, source, {})
+    before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            directory.begin(config.with_training(lr=1.0), source, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
+    assert len(before) == 4
 
 
 def test_the_commit_is_that_of_the_package_s_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,13 @@ def main(argv: list[str]) -> int:
     text, words = first_config(name, spec, level_given=args.level is not None)
     _write(out, text)
     run = shlex.quote(name)
+    logged = shlex.quote(str(runs_root() / name / "logs/train_full.log").removeprefix(f"{os.getcwd()}/"))
     lines = [
         *words,
         f"written    {out}",
         "",
         f"train      vesuvius train --config {shlex.quote(str(out))}",
-        f"watch      tail -f runs/{run}/logs/train_full.log    vesuvius memcheck {run} --watch 2",
+        f"watch      tail -f {logged}    vesuvius memcheck {run} --watch 2",
         f"sample     vesuvius sample --checkpoint {run}",
     ]
     say("\n".join(lines))

@@ -6,6 +6,7 @@ Reads only, from outside the run.  Needs only psutil and rich, so that it works 
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -72,7 +73,7 @@ def watch(inspect: Callable[[], Inspection], args: argparse.Namespace) -> int:
                 found = inspect()
                 if not show(found) or not goes_on or found.state in ("ended", "died"):
                     return found.exit_code
-                time.sleep(max(next_s - time.monotonic(), 0.0))
+                time.sleep(min(max(next_s - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
     except KeyboardInterrupt:  # the usual end of a watch
         if found is None:
             raise

@@ -230,9 +230,9 @@ class RunDir:
         with self.writing():
             self.make_folders()
             write_atomically(self.path / SOURCE, read_source(source))  # possibly this very file
-            (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
+            write_atomically(self.path / "config.resolved.yaml", dump_config(config).encode())
             for name, content in (("env.json", describe_environment()), ("split.json", split)):
-                (self.path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                write_atomically(self.path / name, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def _written_as(name: str) -> str:
