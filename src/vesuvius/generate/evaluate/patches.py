@@ -291,7 +291,7 @@ def generated_set(found: PatchSet, source: RealSource, has_condition: bool) -> P
             )
         voxels, locations, at = voxels[rows], locations[rows], [at[row] for row in rows]
     cast = cast_intensities(voxels, source.stored_as[1])
-    if clipped := np.count_nonzero(abs(cast.astype(np.float64) - voxels) >= 1):
+    if cast.dtype.kind != "f" and (clipped := np.count_nonzero(abs(cast.astype(np.float64) - voxels) >= 1)):
         remedy = "are clipped; give samples in the intensities of the training volume"
         log.warning("%d of %d generated voxels do not fit into %s and %s", clipped, cast.size, cast.dtype, remedy)
     raw = torch.from_numpy(np.ascontiguousarray(cast))
