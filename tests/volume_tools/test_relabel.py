@@ -252,8 +252,9 @@ def test_wrong_labels_are_refused_with_a_remedy() -> None:
     for changes in (Changes(contact=5), Changes(thicken=float("nan")), Changes(thicken=-1000)):
         with pytest.raises(ConfigError, match=r"is not between .* change it"):
             change_labels(None, ids, changes, 0)
-    with pytest.raises(ConfigError, match="too few for a map as smooth; lower --deform-length"):
-        change_labels(None, ids[:4, :4, :4], Changes(deform=1), 0)
+    for size in (1, 4, 5, 6):  # the map before scaling: 0, below float32's least number, its square
+        with pytest.raises(ConfigError, match="too few for a map as smooth; lower --deform-length"):
+            change_labels(None, ids[:size, :size, :size], Changes(deform=1), 0)
 
 
 def test_strips_that_split_nothing_are_counted(caplog: pytest.LogCaptureFixture) -> None:

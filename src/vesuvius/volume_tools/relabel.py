@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 Displacement = NDArray[np.float32]
 
 _LEAST_STRETCH = 0.1  # of the Jacobian determinant of a map; at 0 it folds
+_LEAST_SQUARE = 1e-35  # of a map before it is scaled; float32 rounds smaller ones to others or to 0
 _SLAB = 16  # z planes moved at once
 _ROUNDS = 16  # of counts and moves for contacts
 _PLACES = 100  # tried in each round, at least
@@ -151,9 +152,10 @@ def displacement(
         for wave in waves:  # einsum alone: a BLAS rounds differently with another number of threads
             part = np.einsum("abc,ax->bcx", part, wave)
         by[axis] = part
-    if rms and not by.any():
+    square = np.mean(np.square(by), dtype=np.float64)
+    if rms and square < _LEAST_SQUARE:
         raise ConfigError(f"{list(shape_zyx)} voxels are too few for a map as smooth; lower --deform-length")
-    return by * np.float32(rms / math.sqrt(3 * np.mean(np.square(by), dtype=np.float64))) if rms else by
+    return by * np.float32(rms / math.sqrt(3 * square)) if rms else by
 
 
 def moved(labels: Labels, by: Displacement) -> Labels:
