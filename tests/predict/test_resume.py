@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import vesuvius
 from tests.conftest import write_array
@@ -27,6 +29,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError, StorageError, VesuviusError
 from vesuvius.predict import run, tasks
 from vesuvius.predict.forecast import forecast
+from vesuvius.predict.network import fingerprint
 from vesuvius.predict.run import PredictRequest, predict
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.copy import CopyRequest, copy_box
@@ -139,6 +142,31 @@ def test_another_prediction_is_refused_and_the_same_one_is_not_repeated(
     assert predict(other).tiles == 0
     with pytest.raises(ConfigError, match="exists and would be replaced"):
         predict(PredictRequest(**vars(other) | {"resume": False}))
+
+
+class Scaled(nn.Module):
+    """A network with a constant that is not saved, whose text shows where it is in memory."""
+
+    def __init__(self, of: nn.Module, by: complex) -> None:
+        super().__init__()
+        self.of = of
+        self.register_buffer("by", torch.tensor(by), persistent=False)
+
+    def extra_repr(self) -> str:
+        return object.__repr__(self)
+
+
+def test_networks_with_the_same_weights_differ_by_their_layers_and_constants() -> None:
+    conv = nn.Conv3d(1, 1, 3)
+    networks = (
+        [nn.Sequential(conv, after) for after in (nn.ReLU(), nn.LeakyReLU(0.1), nn.LeakyReLU(0.2))]
+        + [Scaled(conv, 1.0), Scaled(conv, 2.0), Scaled(conv, 2j)]
+        + [nn.Sequential(nn.Conv3d(1, 1, 3, stride=2), nn.ReLU())]
+    )
+    networks[-1].load_state_dict(networks[0].state_dict())
+    found = [fingerprint(each, each) for each in networks]
+    assert len(set(found)) == len(networks)
+    assert found == [fingerprint(each, copy.deepcopy(each).eval()) for each in networks]
 
 
 @pytest.mark.parametrize("stuck_at", [1, 3])

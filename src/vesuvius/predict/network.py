@@ -4,6 +4,7 @@ import copy
 import hashlib
 import importlib
 import os
+import re
 import sys
 import time
 import zipfile
@@ -89,15 +90,17 @@ def _loaded(name: str, device: torch.device, folder: str) -> Any:
 
 
 def fingerprint(network: Any, opened: Network) -> str:
-    """Return a name and a hash: of a file, else of all weights; of another callable the name alone."""
+    """Return a name and a hash: of a file, else of all layers, weights and buffers; of another callable the name."""
     is_name = isinstance(network, (str, os.PathLike))
     name = os.fspath(network) if is_name else getattr(network, "__qualname__", type(network).__qualname__)
     digest = hashlib.sha256()
     if is_name and os.path.exists(network):
         with Path(network).open("rb") as file:
             return f"{Path(name).name} {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
-    for key, value in sorted(opened.state_dict().items()) if isinstance(opened, nn.Module) else ():
-        if isinstance(value, Tensor):
+    if isinstance(opened, nn.Module):
+        digest.update(re.sub(" at 0x[0-9a-f]+", "", repr(opened)).encode())  # activations, strides, ...
+        values = {**opened.state_dict(), **dict(opened.named_buffers())}  # also those that are not saved
+        for key, value in sorted((key, value) for key, value in values.items() if isinstance(value, Tensor)):
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return f"{name} {digest.hexdigest()[:16]}"
