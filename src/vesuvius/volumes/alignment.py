@@ -68,7 +68,7 @@ class Alignment:
 
     def array_box(self, box: Box) -> Box:
         """The array voxels to which a covered box of the volume maps."""
-        return box_along((int(row[0]), int(row[-1]) + 1) for row in self._rows(box))
+        return box_along((self._at(n, a), self._at(n, b - 1) + 1) for n, (a, b) in enumerate(zip(*box, strict=True)))
 
     def volume_box(self, box: Box) -> Box:
         """All voxels of the volume that map to a box of the array; at least one."""
@@ -87,7 +87,7 @@ class Alignment:
         if plain:
             return voxels
         out = np.empty(shape_of(box), voxels.dtype) if out is None else out
-        z, y, x = (row - start for row, start in zip(self._rows(box), inner[0], strict=True))
+        z, y, x = map(np.subtract, map(self.indices, range(3), *box), inner[0])
         for number, plane in enumerate(voxels):  # plane by plane, so that repeated voxels stay in the CPU cache
             lo, hi = np.searchsorted(z, (number, number + 1))
             if lo < hi:
@@ -96,14 +96,11 @@ class Alignment:
 
     def indices(self, axis: int, lo: int, hi: int) -> NDArray[np.int64]:
         """Array voxel along an axis for each of the volume's voxels lo ... hi - 1, in exact integer arithmetic."""
-        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
-        found: NDArray[np.int64] = (((2 * np.arange(lo, hi) + 1) * b - 2 * a) * q - 1) // (2 * b * p)
-        return found.clip(0, self.array_zyx[axis] - 1)
+        return np.asarray(self._unclipped(axis, np.arange(lo, hi)).clip(0, self.array_zyx[axis] - 1))
 
     def extent(self, axis: int) -> tuple[int, int]:
         """Start and stop, in voxels of the volume, of the array voxels in use; the last may reach past the volume."""
-        size = self.volume_zyx[axis]
-        return max(self._first(axis, 0), 0), self._first(axis, int(self.indices(axis, size - 1, size)[0]) + 1)
+        return max(self._first(axis, 0), 0), self._first(axis, self._at(axis, self.volume_zyx[axis] - 1) + 1)
 
     def describe(self) -> str:
         """'1 voxel = 2 x 2 x 2 voxels of the volume, from z 10, y 0, x 0; they share z 10:30, y 0:40, x 0:40'."""
@@ -111,8 +108,12 @@ class Alignment:
         corner = ", ".join(f"{axis} {offset}" for axis, offset in zip("zyx", self.offsets, strict=True))
         return f"1 voxel = {factors} voxels of the volume, from {corner}; they share {format_box(self.covered)}"
 
-    def _rows(self, box: Box) -> list[NDArray[np.int64]]:
-        return [self.indices(axis, lo, hi) for axis, (lo, hi) in enumerate(zip(*box, strict=True))]
+    def _at(self, axis: int, voxel: int) -> int:
+        return min(max(int(self._unclipped(axis, voxel)), 0), self.array_zyx[axis] - 1)
+
+    def _unclipped(self, axis: int, voxels: Any) -> Any:
+        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
+        return (((2 * voxels + 1) * b - 2 * a) * q - 1) // (2 * b * p)
 
     def _first(self, axis: int, index: int) -> int:
         return math.floor(self.offsets[axis] + self.factors[axis] * index + Fraction(1, 2))

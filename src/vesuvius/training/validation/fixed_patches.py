@@ -8,6 +8,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import tee
 from typing import Any, Self
 
 import numpy as np
@@ -23,8 +24,7 @@ from vesuvius.volumes.errors import UnreadableChunkError
 log = logging.getLogger(__name__)
 
 # Constants instead of the config's, so that runs with other seeds, mixing or readers use the same patches.
-_SEED = 0
-_TRIES = 4
+_SEED, _TRIES = 0, 4
 _LAYOUT: dict[str, Any] = {"patches_per_region": 1, "regions_in_flight": 8}
 
 
@@ -107,8 +107,8 @@ def read_training_patches(data: PreparedData, config: DataConfig, count: int) ->
     Raises DataError: fewer than two can be read.
     """
     plan, indices = _fixed_plan(data, config, held_out=False)
-    samples = [plan.sample(index) for index in range(_TRIES * count)]
-    boxes = ((indices[sample.volume], sample.box) for sample in samples)
+    samples, upcoming = tee(map(plan.sample, range(_TRIES * count)))  # planned only as far as they are read
+    boxes = ((indices[sample.volume], sample.box) for sample in upcoming)
     tried = list(zip(samples, data.read_patches("reading training patches", boxes, count), strict=False))
     read = [(sample, voxels[0]) for sample, voxels in tried if not isinstance(voxels, UnreadableChunkError)]
     if len(read) < 2:

@@ -106,8 +106,7 @@ def measure_spectrum(data: PreparedData, config: DataConfig, intensities: Intens
 
     Raises DataError: too few patches can be read.
     """
-    count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
-    found = read_training_patches(data, config, count)
+    found = read_training_patches(data, config, min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST))
     scales = intensity_scales(intensities.volumes)[list(found.volumes)]
     return Spectrum.of(normalized(torch.from_numpy(found.patches), scales)).augmented(**dict(data.plan.augment))
 
