@@ -30,6 +30,7 @@ QUICK = (
     "training.workers=0",
     "monitor.tensorboard=false",
     "training.preview_every=0",
+    "model={channels: [8], blocks_per_level: 1, full_res_channels: 0}",
 )
 
 

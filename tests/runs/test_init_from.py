@@ -21,7 +21,7 @@ from vesuvius.training.checkpoint.start import compare_initial
 from vesuvius.training.checkpoint.trained import DataFacts
 
 # Shapes stay the same, as with a stride along another axis and other numbers of heads.
-MODEL = {"strides": [[1, 2, 2]], "attention_heads": 2, "full_res_channels": 0, "stem_stride": [2, 2, 1]}
+MODEL = {"channels": [8, 16], "strides": [[1, 2, 2]], "attention_heads": 2, "stem_stride": [2, 2, 1]}
 CLASSIC = {"noise": "cosine", "prediction": "v", "sampler_steps": 3}
 
 REFUSED = {

@@ -256,18 +256,21 @@ def _run(what: str, *arguments: str) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
-def _plan_the_tiny_run() -> None:
-    """Plan once what each dry run plans on a CPU, which takes a second."""
+def _plan_the_tiny_run(*, backward: bool = True) -> None:
+    """Plan once what each dry run plans on a CPU, which takes a second; half of it without a backward pass."""
     import torch
 
     from tests.support.tiny import tiny_sections
     from vesuvius.config import Config
-    from vesuvius.training.forecast.memory_plan import plan_memory
+    from vesuvius.training.forecast.memory_plan import plan_memory, traced_step
 
+    config = Config.model_validate_json(json.dumps(tiny_sections("tiny", Path("v.zarr"))))
+    if not backward:
+        traced_step(config, "off")
+        return
     # The first backward pass counts the GPUs and starts a thread for each.  Under fake tensors a torch that is built
     # for CUDA counts one where there is none; with that thread it refuses all backward passes of forked processes.
     torch.ones((), requires_grad=True).backward()
-    config = Config.model_validate_json(json.dumps(tiny_sections("tiny", Path("v.zarr"))))
     plan_memory(config, amp="off")
 
 
@@ -275,6 +278,8 @@ def _measure_once() -> None:
     """What runs and dry runs measure: half a second of CPU each time."""
     if start_log := sys.modules.get("vesuvius.training.forecast.start_log"):  # no test needs torch for this alone
         start_log._MEASURED_S = 0.0
+    if validation := sys.modules.get("vesuvius.training.validation.validation"):
+        validation._MOST = validation._LEAST  # patches for the spectrum of a tiny run
     run_dir = sys.modules.get("vesuvius.runlog.run_dir")
     if run_dir and not hasattr(run_dir._commit, "__wrapped__"):
         run_dir.installed_version = functools.cache(run_dir.installed_version)
@@ -352,6 +357,9 @@ def _import_all(tests: Sequence[str]) -> dict[str, str]:
         for name in tests:
             with suppress(Exception, pytest.skip.Exception):  # which the test process then meets
                 importlib.import_module(name)
+        # A backward pass would keep processes of tests from using a GPU or the stand-in; a step would, where one is.
+        if not tests or not sys.modules["torch"].cuda.is_available():
+            _plan_the_tiny_run(backward=not tests)
     if colorama := sys.modules.get("colorama"):  # of a test's Ray cluster: at exit it writes to the terminal
         atexit.unregister(colorama.initialise.reset_all)
     for finalizer, of in weakref.finalize._registry.items():  # type: ignore[attr-defined]
@@ -362,7 +370,5 @@ def _import_all(tests: Sequence[str]) -> dict[str, str]:
     run_dir._commit()
     for name in run_dir._PACKAGES:
         run_dir.installed_version(name)
-    if not tests:  # a backward pass would keep processes of tests from using a GPU
-        _plan_the_tiny_run()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}

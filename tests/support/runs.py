@@ -60,7 +60,7 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
         },
         "diffusion": {"sampler_steps": 3},
         "monitor": {"tensorboard": False},
-        "model": TINY_MODEL,
+        "model": TINY_MODEL | {"channels": [8]},
     }
     path.write_text(yaml.safe_dump(config))
     return path

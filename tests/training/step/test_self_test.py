@@ -33,7 +33,7 @@ conv3d = F.conv3d
 
 def tiny(**model: Any) -> Config:
     sections = tiny_sections("tiny", Path("v.zarr"))
-    sections["model"] |= model
+    sections["model"] |= {"channels": [8, 16]} | model
     return parse_config(yaml.safe_dump(sections))
 
 
@@ -104,6 +104,7 @@ def test_the_convolutions_listed_are_those_of_a_step(
     model: dict[str, Any], data: dict[str, Any], training: dict[str, Any]
 ) -> None:
     sections = tiny_sections("tiny", Path("v.zarr"))
+    sections["model"]["channels"] = [8, 16]
     for name, changes in (("model", model), ("data", data), ("training", training)):
         sections[name] = sections[name] | changes
     config = parse_config(yaml.safe_dump(sections))
