@@ -45,7 +45,7 @@ def test_the_simulated_allocator_rounds_splits_merges_and_returns_segments_like_
 def test_a_run_fits_the_smallest_card_that_the_plan_allows_and_not_one_of_two_thirds() -> None:
     """Wrong plans leave out the kernel test, workspaces or fragmentation; timid ones double what they need."""
     training = {"amp": "bf16", "train_batch_size": "auto", "accumulate_steps": 2, "recompute_norm": True}
-    config = make_config(training, {"channels": (32,)})
+    config = make_config(training, {"channels": (32,), "full_res_channels": 0})
     config = config.model_copy(update={"data": config.data.model_copy(update={"patch_size": (64, 128, 128)})})
     card_bytes = int(plan_memory(config.with_micro_batch(2)).vram_bytes / VRAM_SHARE) + 1
     assert fit_micro_batch(config, card_bytes, gpu=True).config.training.train_batch_size == 2

@@ -12,13 +12,14 @@ from vesuvius.training.forecast import plan
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
 from vesuvius.training.forecast.plan import VRAM_SHARE, device_memory_bytes, fit_micro_batch, resolve_micro_batch
 
-AUTO = ("training.train_batch_size=auto", "training.accumulate_steps=12", "training.amp=bf16")
+SMALLER = "model.full_res_channels=0"
+AUTO = ("training.train_batch_size=auto", "training.accumulate_steps=12", "training.amp=bf16", SMALLER)
 TWO = (*AUTO, "training.accumulate_steps=2", "training.recompute_norm=true")  # each plan takes a second
 
 
 def needs(config: Config, size: int) -> int:
     """GPU memory of a step of twelve patches in micro-batches of `size`, by the plan of an explicit config."""
-    cut = (f"training.train_batch_size={size}", f"training.accumulate_steps={12 // size}")
+    cut = (f"training.train_batch_size={size}", f"training.accumulate_steps={12 // size}", SMALLER)
     return plan_memory(small(*cut, "training.amp=bf16", f"training.ranks={config.training.ranks}")).vram_bytes
 
 
@@ -59,7 +60,7 @@ def test_several_ranks_keep_their_gradients_and_share_the_effective_batch() -> N
 
 def test_norms_are_stored_if_the_step_of_the_same_micro_batch_fits_with_them() -> None:
     """Wrong programs make the micro-batch smaller for it, ignore an explicit value, or apply it on a CPU."""
-    explicit = ("training.train_batch_size=2", "training.accumulate_steps=2", "training.amp=bf16")
+    explicit = ("training.train_batch_size=2", "training.accumulate_steps=2", "training.amp=bf16", SMALLER)
     config = small(*explicit)
     bytes_of = {
         recompute: plan_memory(config.with_training(recompute_norm=recompute)).vram_bytes for recompute in (True, False)
