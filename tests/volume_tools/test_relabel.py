@@ -392,6 +392,14 @@ def test_the_boundaries_of_changed_bodies_are_the_classes(tmp_path: Path) -> Non
     assert set(np.unique(bodies)) == set(np.unique(cells(32)))
 
 
+def test_changes_too_small_to_change_a_voxel_are_said(
+    tmp_path: Path, stack: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for deform, said in (("1e-9", True), ("1", False)):
+        assert relabel(stack[0], tmp_path / f"{deform}.zarr", f"--deform={deform}", "--deform-length=12") == 0
+        assert ("no voxel has changed, so" in capsys.readouterr().err) == said
+
+
 def test_what_cannot_be_changed_is_refused_and_nothing_written(
     tmp_path: Path, stack: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from vesuvius.config import ArrayConfig
@@ -71,7 +72,11 @@ def relabel_volume(
             "changing %s voxels; about 2 s of a core per million, with --contact up to 40", format_sizes(shape_of(box))
         )
         first, second = [*(volume.read(box) for volume in volumes.values()), None][:2]
-        changed = change_labels(*((None, first) if boundary else (first, second)), changes, seed)
+        old = (None, first) if boundary else (first, second)
+        changed = change_labels(*old, changes, seed)
+        same: Any = np.array_equal  # also of two None
+        if all(map(same, old, (changed.classes, changed.instances))):
+            log.warning("no voxel has changed, so %s is a copy; ask for larger changes", out)
         new = [changed.classes, changed.instances]
         if boundary and changed.instances is not None:
             new[0] = boundaries(changed.instances)
