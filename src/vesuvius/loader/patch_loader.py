@@ -1,7 +1,5 @@
 """Patches of zarr volumes as tensors on the device, for any PyTorch loop."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading
@@ -216,7 +214,7 @@ class PatchLoader(IterableDataset[PatchBatch]):
             self._loops.add(loop)
         return loop
 
-    def _next(self, loop: _Loop) -> PatchBatch:
+    def _next(self, loop: "_Loop") -> PatchBatch:
         check_process("PatchLoader", self._pid)
         with self._reading:
             if loop.num_closed != self._num_closed:

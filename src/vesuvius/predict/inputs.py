@@ -4,8 +4,6 @@ An array is staged in blocks of whole chunks, in its stored dtype, so that each 
 however many tiles need it.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -96,7 +94,7 @@ class Inputs:
     def close(self) -> None:
         self._open.close()
 
-    def _array(self, staged: int) -> tuple[_Array, int]:
+    def _array(self, staged: int) -> "tuple[_Array, int]":
         block, number = divmod(staged, len(self.arrays))
         return self.arrays[number], block
 

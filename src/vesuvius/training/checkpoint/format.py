@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vesuvius.errors import ConfigError, StorageError, broken_link, one_line
 from vesuvius.runlog.files import named_in_utf8
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.training.checkpoint.model_file import is_model_file, read_weights
+from vesuvius.training.checkpoint.model_file import SPECTRUM, is_model_file
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ def load_state(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def load_weights_file(path: Path) -> dict[str, Tensor]:
-    """Weights by name, on the CPU.  Raises StorageError."""
+    """Weights by name, on the CPU, also those of a model file.  Raises StorageError."""
     try:
-        return read_weights(path)
+        with named_in_utf8(path) as named:
+            return {name: weight for name, weight in load_file(named).items() if name != SPECTRUM}
     except (OSError, SafetensorError) as error:
         raise checkpoint_error(path, error) from error
 

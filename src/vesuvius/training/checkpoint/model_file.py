@@ -4,17 +4,16 @@
     vesuvius.spectrum  power spectrum of the training voxels
     header             key "vesuvius": JSON with format, step, license, config, volumes and intensity ranges
 
-It holds no code and no pickle, so it can come from anywhere; `download.py` fetches it.
+It holds no code and no pickle, so it can come from anywhere.  `tools/export_model.py` writes it, `download.py` fetches
+it.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt, PositiveFloat
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vesuvius.errors import StorageError, one_line
@@ -22,8 +21,8 @@ from vesuvius.runlog.files import named_in_utf8
 
 SUFFIX = ".safetensors"
 FORMAT = 1
-_OWN = "vesuvius"
-_SPECTRUM = f"{_OWN}.spectrum"
+OWN = "vesuvius"
+SPECTRUM = f"{OWN}.spectrum"
 
 Three = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
 Row = tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
@@ -44,7 +43,7 @@ class _Volume(BaseModel):
     validation: tuple[Three, Three] | None
 
 
-class _Description(BaseModel):
+class Description(BaseModel):
     license: str
     step: NonNegativeInt
     config: dict[str, Any]
@@ -54,48 +53,30 @@ class _Description(BaseModel):
     spectrum: dict[str, FiniteFloat]
 
 
-def write_model_file(path: Path, state: dict[str, Any], weights: dict[str, Tensor], license_name: str) -> None:
-    """Write the averaged weights of a checkpoint's state.  The same arguments give the same bytes.  Raises OSError."""
-    spectrum = dict(state["spectrum"])
-    tensors = weights | {_SPECTRUM: spectrum.pop("power")}
-    described = state | {"format": FORMAT, "license": license_name, "spectrum": spectrum}
-    header = {_OWN: json.dumps({key: described[key] for key in ("format", *_Description.model_fields)}, sort_keys=True)}
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, staged, header)
-    staged.chmod(0o644)  # safetensors makes files that only their owner can read
-    staged.replace(path)
-
-
 def is_model_file(path: Path) -> bool:
     """Whether a file names its network, config and data; others hold weights alone.  Raises StorageError: damaged."""
-    return path.suffix == SUFFIX and path.is_file() and _OWN in _header(path)[0]
+    return path.suffix == SUFFIX and path.is_file() and OWN in _header(path)[0]
 
 
 def read_model_state(path: Path) -> dict[str, Any]:
     """Return what a `state.pt` holds for sampling: step, config and facts.  Raises StorageError."""
     header, power = _header(path)
     try:
-        state = json.loads(header[_OWN])
+        state = json.loads(header[OWN])
         if (written := state["format"]) != FORMAT:
             newer = ", or a newer one" if isinstance(written, int) and written > FORMAT else ""
             remedy = f"use the version of vesuvius that wrote it{newer}"
             raise StorageError(f"Cannot read the model {path}: its format is {written}, not {FORMAT}; {remedy}")
-        described = _Description.model_validate(state).model_dump()
+        described = Description.model_validate(state).model_dump()
         return described | {"spectrum": described["spectrum"] | {"power": power}}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights by name, on the CPU, of a model file or of weights alone.  Raises OSError and SafetensorError."""
-    with named_in_utf8(path) as named:
-        return {name: tensor for name, tensor in load_file(named).items() if name != _SPECTRUM}
-
-
 def _header(path: Path) -> tuple[dict[str, str], Tensor | None]:
     try:
         with named_in_utf8(path) as named, safe_open(named, "pt") as file:
-            return file.metadata() or {}, file.get_tensor(_SPECTRUM) if _SPECTRUM in file.keys() else None  # noqa: SIM118
+            return file.metadata() or {}, file.get_tensor(SPECTRUM) if SPECTRUM in file.keys() else None  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
 

@@ -8,8 +8,6 @@ the full score matrix.  CUDA differs in one respect: autocast computes the norm 
 counts as bf16 here.  In addition to the step, `TrainingFeed` holds 5 bytes per voxel that are not planned.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import weakref
@@ -159,7 +157,7 @@ def memory_saving_advice(config: Config) -> str:
     return f"{norms}add training.checkpoint_levels, or lower model.channels"
 
 
-def traced_step(config: Config, amp: setup.AmpMode | None) -> TracedStep:
+def traced_step(config: Config, amp: setup.AmpMode | None) -> "TracedStep":
     """Traced step for the settings that determine memory and operations, so that equal steps share a trace."""
     training, data, device = config.training, config.data, choose_device()
     planned_for = torch.device("cuda") if amp is None else device

@@ -9,8 +9,6 @@ Kernel launches dominate the cost (57 kernels in the full model), so kernels of 
 buffer, and their squares are stacked with all others of the same side.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -77,7 +75,7 @@ class Muon(torch.optim.AdamW):
         torch._foreach_mul_(kernels, 1 - size * group["weight_decay"])
         torch._foreach_sub_(kernels, stacks.parts(directions))
 
-    def _orthogonalized(self, stacks: _Stacks, matrices: Tensor, norms: Tensor, scales: Tensor) -> Tensor:
+    def _orthogonalized(self, stacks: "_Stacks", matrices: Tensor, norms: Tensor, scales: Tensor) -> Tensor:
         """U p(S) V^T of all matrices times `scales`, which include 1 / norm; rank r of W iterates every Wth.
 
         On a GPU the two products with X use TF32: as fast as bf16 with its casts, at an eighth of its rounding error.
