@@ -156,7 +156,7 @@ def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
     Raises ConfigError: it is another address, which would become a folder `s3:`; it has a `~name` or `$NAME` that
     nothing has replaced; or the working directory is gone.
     """
-    path = without_file_scheme(os.fspath(text))
+    path = without_file_scheme(os.fsdecode(text))
     if re.match(r"[a-z][a-z0-9+.-]+:/", path) or not path:  # pathlib makes one slash of two
         raise ConfigError(f"{of}{path!r} is not a path on a disk; give a path (of a mount, or to copy from)")
     path = os.path.expanduser(path)

@@ -12,6 +12,8 @@ WRONG = {
     "training: {workers: }": "training.workers: null is not valid; use an integer of at least 0",
     "training: {compile: yes}": "training.compile: 'yes' is not valid; use true or false or auto",
     "training: {amp: bf61}": "training.amp: 'bf61' is not valid; use one of auto, off, bf16, fp16",
+    "  condition_classes: 9999999999": "data.condition_classes: 9999999999 is not valid; use an integer of at least 1 "
+    "and at most 65536 or a list, each an integer or null",
     "training: {ranks: 0}": "training.ranks: 0 is not valid; use an integer of at least 1 or auto",
     "training:\n  # a comment\n  lr: 0": "7: training.lr: 0 is not valid; use a number above 0",
     "model:": "model: null is not valid; use a section with keys of its own",

@@ -299,6 +299,9 @@ def test_an_exported_program_gives_what_its_module_gives(tmp_path: Path, volume:
         ({"box": (9, 9, 9)}, r"box \(9, 9, 9\) is not \(\(z, y, x\), \(z, y, x\)\)"),
         ({"workers": 0}, "workers 0 is not an integer of at least 1"),
         ({"mask": ("v.zarr", "v.zarr")}, "mask has 2 arrays; pass one"),
+        ({"mask": VOXELS}, r"mask: array.* is not a path or config"),
+        ({"resume": "no"}, "resume 'no' is not valid; set it to True or False"),
+        ({"channels": 0}, r"channels 0 are not channels of the network \(0 to 1\); list some"),
         ({"normalize": (90, 10)}, "low 90.* is not below high 10"),
         ({"normalize": (5, 5)}, "low 5.* is not below high 5"),
         ({"normalize": (0, float("nan"))}, "high: Input should be a finite number"),
@@ -319,6 +322,8 @@ def test_impossible_arguments_are_refused_before_anything_is_written(
         predicted(network(), volume, tmp_path / "o.zarr", **options)
     with pytest.raises(ConfigError, match=r"does not end in \.zarr"):
         predicted(network(), volume, tmp_path / "o")
+    with pytest.raises(ConfigError, match=r"The name of 250 bytes of .* is too long; choose one of at most 247"):
+        predicted(network(), volume, tmp_path / f"{'é' * 122}o.zarr")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v.zarr"]
 
 
@@ -333,6 +338,8 @@ def test_auto_finds_the_batch_that_a_network_takes(
     np.testing.assert_allclose(predicted(net, volume, tmp_path / "o.zarr"), VOXELS / 127.5 - 1, atol=1e-5)
     with pytest.raises(ConfigError, match=r"The network maps \(1, 1, 16, 20, 16\) to"):
         predicted(lambda x: x[0], volume, tmp_path / "p.zarr")
+    with pytest.raises(ConfigError, match=r"returns a torch\.complex64; wrap it so that it returns one tensor of real"):
+        predicted(lambda x: torch.complex(x, x), volume, tmp_path / "p.zarr")
 
 
 def test_numbers_of_numpy_and_a_folder_left_meanwhile_change_nothing(
@@ -349,10 +356,11 @@ def test_numbers_of_numpy_and_a_folder_left_meanwhile_change_nothing(
         "patch_size": np.array(PATCH),
         "overlap": np.float32(0.25),
         "normalize": np.array([0, 9]),
+        "channels": range(2),
     }
     box = np.array([[1, 2, 3], [20, 21, 22]])
     for number, given in enumerate((box, box.tolist())):
-        done = vesuvius.predict_volume(net, "v.zarr", f"{number}.zarr", box=given, **options)
+        done = vesuvius.predict_volume(net, "v.zarr", (f"{number}.zarr", b"1.zarr")[number], box=given, **options)
         assert done.path == tmp_path / f"{number}.zarr"
         np.testing.assert_allclose(level(done.path)[1], VOXELS[1:20, 2:21, 3:22] / 4.5 - 1, rtol=1e-6)
         os.chdir(tmp_path)

@@ -249,7 +249,7 @@ class DataConfig(Section):
     """scaling of intensities to model values"""
     condition_normalize: NormalizeConfig = NormalizeConfig()
     """the same for the condition"""
-    condition_classes: PositiveInt | tuple[int, ...] | None = None
+    condition_classes: Annotated[int, Field(ge=1, le=2**16)] | tuple[int, ...] | None = None
     """the condition holds labels of n classes, stored as 0 ... n-1 or as the values of a list, and encoded as n
     channels of 0 and 1; null = intensities"""
     class_weights: Annotated[tuple[ClassWeight, ...], BeforeValidator(_as_weights)] = ()

@@ -56,7 +56,7 @@ def natural(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy's and torch's; neither is imported here
         value = value.tolist()
-    return tuple(map(natural, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(natural, value)) if isinstance(value, (list, tuple, range)) else value
 
 
 class Section(BaseModel):

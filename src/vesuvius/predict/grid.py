@@ -84,7 +84,7 @@ class GridLoader:
     ) -> None:
         self._device, self._batch_size = device_of(device), to_integer("batch_size", batch_size, 1)
         patch, multiple = integers_of("patch_size", patch_size, 1), to_integer("multiple", multiple, 1)
-        (first, *more), targets = arrays_of(volume), () if labels is None else arrays_of(labels)
+        (first, *more), targets = arrays_of(volume), () if labels is None else arrays_of(labels, "labels")
         images = VolumeConfig(**first.given, channels=tuple(more)).images  # resampled as by a `PatchLoader`
         self._arrays = [open_volume(spec) for spec in (*images, *targets)]
         self._alignments = [log_alignment(self._arrays[0], array, "the array") for array in self._arrays]
@@ -169,14 +169,16 @@ class Aggregator:
         self._missing = {loader.tile_box(tile): tile for tile in range(loader.tiling.tiles)}
         self._total: NDArray[np.float32] | None = None
 
-    def add(self, batch: GridBatch | Sequence[Box], output: Tensor) -> None:
+    def add(self, batch: GridBatch | Sequence[Box], output: Tensor | NDArray[Any]) -> None:
         """Add outputs (B, K, Z', Y', X') on the patches of a batch, or on patches with these boxes, each once.
 
         The factor Z'/Z = Y'/Y = X'/X must be one of small integers (`multiple`), and integers below 2^24.  Raises
         ConfigError.
         """
         boxes = batch.boxes if isinstance(batch, GridBatch) else batch
-        given = output.detach().cpu()
+        if not isinstance(output, (Tensor, np.ndarray)):
+            raise ConfigError(f"The output is a {type(output).__name__}, not a tensor; add the tensor in it")
+        given = torch.as_tensor(output).detach().cpu()
         values = given.float().numpy()
         if not given.is_floating_point() and np.abs(values).max(initial=0) >= 2**24:  # float32 has no more odd numbers
             raise ConfigError(

@@ -210,9 +210,9 @@ def checked_box(box: Any, shared: Box) -> Box:
     return start, stop
 
 
-def arrays_of(volume: Any) -> tuple[ArrayConfig, ...]:
+def arrays_of(volume: Any, name: str = "volume") -> tuple[ArrayConfig, ...]:
     """Return the channels of a volume: a path or address, a config, or a tuple of these.  Raises ConfigError."""
-    check_paths("volume", volume)
+    check_paths(name, volume)
     if isinstance(volume, (tuple, list)) and volume:
         return tuple(itertools.chain.from_iterable(map(arrays_of, volume)))
     if isinstance(volume, ArrayConfig):

@@ -122,8 +122,9 @@ def probe_network(network: Network, batch_size: int, channels: int, patch_zyx: T
             "change the patch size, the batch size or the channels of the volume to what it takes"
         ) from error
     seconds = time.perf_counter() - started
-    if not isinstance(result, Tensor):
-        raise ConfigError(f"The network returns a {type(result).__name__}; wrap it so that it returns one tensor")
+    if not isinstance(result, Tensor) or result.is_complex():
+        found = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise ConfigError(f"The network returns a {found}; wrap it so that it returns one tensor of real numbers")
     shape = tuple(result.shape)
     factors = {Fraction(out, size) for out, size in zip(shape[2:], patch_zyx, strict=False)}
     factor = next(iter(factors), Fraction(0))

@@ -75,7 +75,7 @@ def make_output(
     if labels and channels < 2:
         raise ConfigError("argmax needs a network with two channels or more; use sigmoid and a threshold for one")
     if kept is not None and not (isinstance(kept, (list, tuple)) and set(kept) <= {*range(channels)} and kept):
-        raise ConfigError(f"channels {kept!r} are not channels of the network (0 to {channels - 1}); choose some")
+        raise ConfigError(f"channels {kept!r} are not channels of the network (0 to {channels - 1}); list some")
     if kept is not None and len({*kept}) < len(kept):
         raise ConfigError(f"channels {kept!r} are not distinct; name each once")
     if threshold is not None and (not isinstance(threshold, Real) or math.isnan(threshold)):

@@ -331,6 +331,8 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
     """Check the arguments, and open the volume and the network.  Writes nothing."""
     check_name(request.out)
     workers = None if request.workers is None else to_integer("workers", request.workers, 1)
+    if not isinstance(natural(request.resume), bool):
+        raise ConfigError(f"resume {request.resume!r} is not valid; set it to True or False")
     request = replace(request, workers=workers, out=request.out.absolute())
     is_name = isinstance(request.network, (str, os.PathLike))
     if (request.workers or 1) > 1 and not is_name:
@@ -349,7 +351,7 @@ def prepared(request: PredictRequest) -> Iterator[Work]:
     device, arrays = device_of(request.device), arrays_of(request.volume)
     mask: ArrayConfig | None = None
     if request.mask is not None and not (isinstance(request.mask, str) and request.mask == "stored"):
-        mask, *more = [request.mask] if isinstance(request.mask, MaskConfig) else arrays_of(request.mask)
+        mask, *more = [request.mask] if isinstance(request.mask, MaskConfig) else arrays_of(request.mask, "mask")
         if more:
             raise ConfigError(f"mask has {1 + len(more)} arrays; pass one")
     with one_thread():

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 COPY, IMPORT = "copy", "import"  # kinds: names of the record file and, with a prefix, of the attribute
 _WRITERS = min(4, os.cpu_count() or 1)
+_LONGEST_NAME = 255 - len(".partial")  # bytes, in most file systems
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,8 @@ def disk_errors(out: Path) -> AbstractContextManager[None]:
 def check_name(out: Path) -> None:
     if out.suffix != ".zarr":
         raise ConfigError(f"The name {out} does not end in .zarr; add the ending")
+    if (size := len(os.fsencode(out.name))) > _LONGEST_NAME:
+        raise ConfigError(f"The name of {size} bytes of {out} is too long; choose one of at most {_LONGEST_NAME}")
 
 
 def attribute(kind: str) -> str:
