@@ -12,6 +12,9 @@ WRONG = {
     "training: {workers: }": "training.workers: null is not valid; use an integer of at least 0",
     "training: {compile: yes}": "training.compile: 'yes' is not valid; use true or false or auto",
     "training: {amp: bf61}": "training.amp: 'bf61' is not valid; use one of auto, off, bf16, fp16",
+    "  stream_gib: 1e300": "data.stream_gib: 1.0e+300 is not valid; use a number above 0 and at most 1073741824",
+    "  store: {cache_gib: 1e300}": "data.store.cache_gib: 1.0e+300 is not valid; use a number above 0 and at most "
+    "1073741824",
     "  condition_classes: 9999999999": "data.condition_classes: 9999999999 is not valid; use an integer of at least 1 "
     "and at most 65536 or a list, each an integer or null",
     "training: {ranks: 0}": "training.ranks: 0 is not valid; use an integer of at least 1 or auto",

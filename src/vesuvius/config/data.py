@@ -183,7 +183,7 @@ class StoreConfig(Section):
     """treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"""
     cache_dir: PathText | None = None
     """folder that caches fetched chunks; null = no cache"""
-    cache_gib: float = Field(50.0, gt=0)
+    cache_gib: float = Field(50.0, gt=0, le=2**30)
     """size limit of the cache of all workers, GiB (within 10 %)"""
 
     def contradictions(self) -> Iterator[str]:
@@ -220,7 +220,7 @@ class DataConfig(Section):
     """the zarr volumes to draw from; a path such as images/*.zarr is one for each match"""
     patch_size: SizeZYX = (72, 136, 136)
     """voxels (z, y, x) of one training example"""
-    stream_gib: float = Field(2.0, gt=0)
+    stream_gib: float = Field(2.0, gt=0, le=2**30)
     """memory for the regions in flight of all ranks, GiB; the size of regions, K and M follow from it"""
     resident: Literal["auto"] | NonNegativeFloat = "auto"
     """keep the decoded volumes in memory after their first pass, once per machine: auto = if they fit and it saves

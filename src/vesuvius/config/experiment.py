@@ -45,7 +45,7 @@ class MonitorConfig(Section):
     guard: Literal["off", "warn", "act"] = "act"
     """response to memory running out: act = at 84 % of the limit drop volumes kept in memory, then halve the prefetch
     and stop a worker, once; at 92 % save and exit 4 (Ray kills workers at 95 %)"""
-    ram_limit_gib: float | None = Field(None, gt=0)
+    ram_limit_gib: float | None = Field(None, gt=0, le=2**30)
     """memory limit of this run and its workers, GiB; null = the cgroup's or machine's"""
 
 
