@@ -278,7 +278,8 @@ def _measure_once() -> None:
     """What runs and dry runs measure: half a second of CPU each time."""
     if start_log := sys.modules.get("vesuvius.training.forecast.start_log"):  # no test needs torch for this alone
         start_log._MEASURED_S = 0.0
-    if validation := sys.modules.get("vesuvius.training.validation.validation"):
+    if "torch" in sys.modules:  # else no test of this process trains; the module may be imported later
+        validation: Any = importlib.import_module("vesuvius.training.validation.validation")
         validation._MOST = validation._LEAST  # patches for the spectrum of a tiny run
     run_dir = sys.modules.get("vesuvius.runlog.run_dir")
     if run_dir and not hasattr(run_dir._commit, "__wrapped__"):
