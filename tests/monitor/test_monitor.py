@@ -25,14 +25,26 @@ from vesuvius.monitor.memory.guard import LoopStatus, Order
 from vesuvius.monitor.memory.limits import MemoryPolicy
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.monitor import Monitor, kills_text
+from vesuvius.monitor.probes import system_sample
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse, VramUse
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, read_machine
 from vesuvius.monitor.probes.vram import gpu_uuid
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import RunDir
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs may fill the memory of this machine; no test here is about that."""
+
+    def roomy() -> system_sample.MachineUse:
+        machine = read_machine()
+        return replace(machine, available_bytes=machine.total_bytes)
+
+    monkeypatch.setattr(system_sample, "read_machine", roomy)
 
 
 class ScriptedWatcher(Watcher):

@@ -265,7 +265,7 @@ def test_shard_indices_of_a_region_are_fetched_concurrently_and_once(
 ) -> None:
     path = write_shards(tmp_path / "v.zarr")
     volume = open_volume(VolumeConfig(path=server.url_of(path)), StoreConfig(requests=32), missing_chunk)
-    server.set_faults([{"path": "/c/", "kind": "delay", "delay_s": 0.15}])
+    server.set_faults([{"path": "/c/", "kind": "delay", "delay_s": 0.4}])
     server.reset()
     volume.grid.requests(INNER)
     assert server.stats()["max_in_flight"] > 16, "of 26; 16 by default"
