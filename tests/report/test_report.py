@@ -8,6 +8,7 @@ import re
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -40,7 +41,7 @@ from vesuvius.report import records as records_module
 from vesuvius.report.curves import COLORS, Chart, banded, draw, thinned
 from vesuvius.report.model import build, comparison, page_of, write_report
 from vesuvius.report.model import read_report as reported
-from vesuvius.report.page import NOT_KNOWN, RunReport, Table
+from vesuvius.report.page import NOT_KNOWN, RunReport, Table, new_folder
 from vesuvius.report.records import RunRecords, read_run
 
 VOID = {"meta", "img", "br", "circle", "path"}
@@ -408,6 +409,15 @@ def test_a_comparison_shows_only_the_differences_of_two_runs(tmp_path: Path) -> 
     page = shown(*reports)
     assert all(f"same ({tmp_path / name})" in page.text for name in "ab")
     assert "Training loss, over step" in [attributes.get("aria-label") for tag, attributes in page.tags if tag == "svg"]
+
+
+def test_commands_in_one_second_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that only looks first has one folder for all who look before the first of them writes."""
+    monkeypatch.setattr(time, "strftime", lambda *_: "now")
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: new_folder(tmp_path / "reports", create=True), range(32))]
+    assert sorted(found) == sorted((tmp_path / "reports").iterdir())
+    assert len(set(found)) == 32
 
 
 @pytest.mark.long

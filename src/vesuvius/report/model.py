@@ -35,10 +35,11 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
 
     Raises StorageError: the folder cannot be written.  Raises ConfigError: its report.html is not one of vesuvius.
     """
-    folder = out or page.new_folder(runs[0] / page.FOLDER)
-    if (there := folder / "report.html").is_file() and b"<footer>Made " not in there.read_bytes():
+    if out and (there := out / "report.html").is_file() and b"<footer>Made " not in there.read_bytes():
         raise ConfigError(f"{there} was not written by vesuvius and would be replaced; choose another --out")
-    page.write_page(folder, "report", page_of([*map(read_report, runs)], command))
+    html = page_of([*map(read_report, runs)], command)
+    folder = out or page.new_folder(runs[0] / page.FOLDER, create=True)
+    page.write_page(folder, "report", html)
     return folder
 
 

@@ -265,8 +265,15 @@ def made_by(command: str) -> str:
     return f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
 
 
-def new_folder(parent: Path) -> Path:
-    """A folder named by the time that does not exist yet."""
-    name = time.strftime("%Y%m%d_%H%M%S")
-    names = [name, *(f"{name}_{count}" for count in range(2, 1000))]
-    return next(parent / each for each in names if not (parent / each).exists())
+def new_folder(parent: Path, create: bool = False) -> Path:
+    """A folder named by the time that does not exist yet, unless it is to be created.  Raises StorageError."""
+    name, count = time.strftime("%Y%m%d_%H%M%S"), 1
+    while (folder := parent / (name if count == 1 else f"{name}_{count}")).exists():
+        count += 1
+    with storage_errors(f"the folder {folder}", "free some space or choose another one"):
+        try:
+            if create:
+                folder.mkdir(parents=True)
+        except FileExistsError:  # another process was first
+            return new_folder(parent, create)
+    return folder

@@ -61,8 +61,7 @@ def bench(request: BenchRequest) -> tuple[int, RunReport]:
     configs = [machine.with_micro_batch(config_with(trial.overrides)) for trial in request.trials]
     parent = run_dir(config).path / BENCHES
     with machine.locked(parent) as lock_fd:
-        folder, done = new_folder(parent), list[Measurement]()
-        folder.mkdir()
+        folder, done = new_folder(parent, create=True), list[Measurement]()
         log.info("%d trials, %d rounds; %s", len(configs), request.rounds, folder)
         if max(map(_ranks_of, configs)) > 1 and choose_device().type == "cpu":  # as many threads for each rank
             os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // max(map(_ranks_of, configs)), 1)))
