@@ -111,6 +111,7 @@ def test_pairs_whose_labels_a_segmenter_does_not_recover_are_dropped(
             raise KeyboardInterrupt
         return rename(self, target)
 
+    assert 0.4 < module.main("pairs", network, tile, 0.1)["2"] < 0.6
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename_some)
         with pytest.raises(KeyboardInterrupt):

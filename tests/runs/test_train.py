@@ -172,7 +172,7 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
         chunk.write_bytes(b"torn")
     assert vesuvius_train(config) == 6
     error = capsys.readouterr().err
-    assert re.search(r"Only 0 of \d\d+ training patches can be read; the last: ", error)
+    assert re.search(r"Only 0 of (64|256) training patches can be read; the last: ", error)
     assert "volume.zarr, region z" in error
     assert "Traceback" not in error
     assert not Path("runs/tiny").exists()
