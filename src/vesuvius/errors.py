@@ -160,9 +160,10 @@ def disk_path(text: str | os.PathLike[str], of: str = "") -> Path:
     if re.match(r"[a-z][a-z0-9+.-]+:/", path) or not path:  # pathlib makes one slash of two
         raise ConfigError(f"{of}{path!r} is not a path on a disk; give a path (of a mount, or to copy from)")
     path = os.path.expanduser(path)
-    if (above := re.match(r"(?:.*?/)?([~$][^/]*)(?=/)", path, re.DOTALL)) and not os.path.lexists(above[0]):
-        text = "is no folder, and names no home directory or variable that is known here"
-        raise ConfigError(f"{of}{path!r}: {above[1]!r} {text}; write out the path, or make a folder of that name")
+    for above in re.finditer(rf"(?<![^/])[~$][^/]*(?=/{'|$' if of else ''})", path):  # `of` a variable: of a folder
+        if not os.path.lexists(path[: above.end()]):
+            text = "is no folder, and names no home directory or variable that is known here"
+            raise ConfigError(f"{of}{path!r}: {above[0]!r} {text}; write out the path, or make a folder of that name")
     try:
         return Path(path).absolute()
     except FileNotFoundError as error:

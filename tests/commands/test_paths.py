@@ -67,7 +67,13 @@ def test_an_unknown_home_directory_or_variable_is_no_folder_unless_there_is_one(
     cached = StoreConfig(cache_dir="$NOT_SET/cache")
     with pytest.raises(ConfigError, match=r"data\.store\.cache_dir=.*'\$NOT_SET' is no folder"):
         open_cache(cached)
+    monkeypatch.setenv("VESUVIUS_RUNS", "$NOT_SET")
+    with pytest.raises(ConfigError, match=r"VESUVIUS_RUNS=.*'\$NOT_SET' is no folder"):
+        runs_root()
     (tmp_path / "$NOT_SET").mkdir()
+    with pytest.raises(ArgumentTypeError, match=r"'~no-such-user' is no folder"):
+        cli.full_path("$NOT_SET/~no-such-user/x.zarr")
+    assert runs_root() == tmp_path / "$NOT_SET"
     for name in ("$NOT_SET/x.zarr", "$5.zarr", "a$/b~/x.zarr"):
         assert cli.full_path(name) == tmp_path / name
     assert open_cache(cached) is not None

@@ -229,6 +229,9 @@ def test_an_output_that_does_not_fit_or_comes_twice_is_refused(tmp_path: Path) -
     for answer in ((first.image,), {"out": first.image}):
         with pytest.raises(ConfigError, match=r"The output is a (tuple|dict), not a tensor; add the tensor in it"):
             blend.add(first, answer)  # type: ignore[arg-type]
+    for unreal in (first.image.to(torch.complex64), first.image.numpy().astype(object)):
+        with pytest.raises(ConfigError, match=r"The output is of (torch\.complex64|object), not of real numbers"):
+            blend.add(first, unreal)
     for wrong in (first.image[0], first.image[..., 1:], first.image[:, :, :0]):
         with pytest.raises(ConfigError, match="The output has shape"):
             blend.add(first, wrong)
@@ -246,7 +249,7 @@ def test_an_output_that_does_not_fit_or_comes_twice_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"The output has shape \(8, 2, 16, 12, 20\), not \(8, 1, 16"):
         blend.add(others[0], others[0].image.expand(-1, 2, -1, -1, -1))
     for batch in others:
-        blend.add(batch, batch.image.numpy())
+        blend.add(batch, batch.image.numpy()[..., ::-1].copy().astype(">f4")[..., ::-1])
     np.testing.assert_allclose(blend.result()[0], textured(SHAPE), rtol=1e-5)
 
 

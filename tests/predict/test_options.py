@@ -301,6 +301,7 @@ def test_an_exported_program_gives_what_its_module_gives(tmp_path: Path, volume:
         ({"mask": ("v.zarr", "v.zarr")}, "mask has 2 arrays; pass one"),
         ({"mask": VOXELS}, r"mask: array.* is not a path or config"),
         ({"resume": "no"}, "resume 'no' is not valid; set it to True or False"),
+        ({"channels": range(10**12)}, r"channels range\(0, 10+\) are not channels of the network"),
         ({"channels": 0}, r"channels 0 are not channels of the network \(0 to 1\); list some"),
         ({"normalize": (90, 10)}, "low 90.* is not below high 10"),
         ({"normalize": (5, 5)}, "low 5.* is not below high 5"),

@@ -150,7 +150,7 @@ class Scaled(nn.Module):
     def __init__(self, of: nn.Module, by: complex) -> None:
         super().__init__()
         self.of = of
-        self.register_buffer("by", torch.tensor(by), persistent=False)
+        self.register_buffer("by", torch.tensor([by]).to_sparse(), persistent=False)
 
     def extra_repr(self) -> str:
         return object.__repr__(self)

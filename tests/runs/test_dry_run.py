@@ -113,7 +113,7 @@ def test_the_dry_run_refuses_too_much_memory_and_its_suggested_workers_fit(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
+    "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf", "1e300"))]
 )
 def test_vram_gib_is_positive_and_requires_a_dry_run(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib works only with --dry-run; add it or remove --vram-gib")
+    if (args.vram_gib or 0) > 2**30:
+        parser.error(f"--vram-gib {args.vram_gib:g} is above {2**30} GiB; give the memory of a GPU, such as 80")
     if args.print_config:
         config = read_config(args.config, args.overrides, os.environ)
         say(dump_config(config, with_meanings=True).rstrip("\n"), exact=True)

@@ -56,7 +56,8 @@ def natural(value: Any) -> Any:
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy's and torch's; neither is imported here
         value = value.tolist()
-    return tuple(map(natural, value)) if isinstance(value, (list, tuple, range)) else value
+    short = isinstance(value, range) and len(value) <= 2**16  # as a tuple a wrong one could take all memory
+    return tuple(map(natural, value)) if short or isinstance(value, (list, tuple)) else value
 
 
 class Section(BaseModel):

@@ -178,7 +178,11 @@ class Aggregator:
         boxes = batch.boxes if isinstance(batch, GridBatch) else batch
         if not isinstance(output, (Tensor, np.ndarray)):
             raise ConfigError(f"The output is a {type(output).__name__}, not a tensor; add the tensor in it")
-        given = torch.as_tensor(output).detach().cpu()
+        if output.dtype.is_complex if isinstance(output, Tensor) else output.dtype.kind not in "biuf":
+            raise ConfigError(f"The output is of {output.dtype}, not of real numbers; add a part of it")
+        if isinstance(output, np.ndarray):  # torch takes neither flipped arrays nor those of another byte order
+            output = torch.from_numpy(np.array(output, output.dtype.newbyteorder("="), order="C"))
+        given = output.detach().cpu()
         values = given.float().numpy()
         if not given.is_floating_point() and np.abs(values).max(initial=0) >= 2**24:  # float32 has no more odd numbers
             raise ConfigError(

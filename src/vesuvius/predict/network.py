@@ -102,6 +102,7 @@ def fingerprint(network: Any, opened: Network) -> str:
         values = {**opened.state_dict(), **dict(opened.named_buffers())}  # also those that are not saved
         for key, value in sorted((key, value) for key, value in values.items() if isinstance(value, Tensor)):
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            value = value if value.layout == torch.strided else value.to_dense()
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return f"{name} {digest.hexdigest()[:16]}"
 

@@ -326,7 +326,7 @@ def test_an_unusable_google_file_is_an_error_without_quoting_it(
     assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("home", ["unknown", "of another user"])
+@pytest.mark.parametrize("home", ["unknown", "of another user", "with logins of another user"])
 def test_without_a_usable_home_directory_there_are_no_logins(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,9 +345,16 @@ def test_without_a_usable_home_directory_there_are_no_logins(
 
     if home == "unknown":
         monkeypatch.setattr(pwd, "getpwuid", no_user)
-    else:
+    elif home == "of another user":
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setattr(os, "stat", stat_elsewhere)
+    else:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        gcloud = ".config/gcloud/application_default_credentials.json"
+        for name in (".aws/credentials", ".cache/huggingface/token", ".azure/azureProfile.json", gcloud):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text('aws_access_key_id=x "user"')
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(credentials, "_answers", lambda *request: "")
     monkeypatch.setattr(credentials.shutil, "which", lambda name: name)
     assert "no entry in " in str(credentials._web("https://host/x"))

@@ -80,7 +80,7 @@ def _aws_without_boto3() -> Signing | str:
     if name := _first_set("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return Signing(f"signed with {name}", {})
     named = (os.environ.get(f"AWS_{name}_FILE") or f"~/.aws/{file}" for name, file in _AWS_FILES)
-    files = map(Path, filter(os.path.isfile, map(os.path.expanduser, named)))  # False in the home of another user
+    files = map(Path, filter(_is_readable, map(os.path.expanduser, named)))
     with_keys = (str(file) for file in files if _AWS_KEYS.search(file.read_text(errors="replace")))
     if profile := _first_set("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or next(with_keys, None):
         with needs_extra(f"Signing with the AWS profile {profile} (or set data.store.anonymous=true)", "boto3"):
@@ -120,7 +120,7 @@ def _google() -> Signing | str:
         return Signing(f"signed with {name}", {})
     login = Path(os.path.expanduser(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud"))
     login /= "application_default_credentials.json"
-    if os.path.exists(login):
+    if _is_readable(login):
         return Signing(f"signed with {login}", {"application_credentials": str(login)})
     host, path = os.environ.get("GCE_METADATA_HOST") or _METADATA_HOST, "/computeMetadata/v1/instance/service-accounts"
     if os.environ.get("NO_GCE_CHECK", "").lower() != "true" and _answers(
@@ -158,7 +158,7 @@ def _azure(account: dict[str, Any]) -> Signing | str:
     ):
         return Signing(f"signed with {name}", account)
     login = Path(os.path.expanduser(os.environ.get("AZURE_CONFIG_DIR") or "~/.azure")) / "azureProfile.json"
-    if shutil.which("az") and os.path.isfile(login) and b'"user"' in login.read_bytes():
+    if shutil.which("az") and _is_readable(login) and b'"user"' in login.read_bytes():
         return Signing(f"signed with the `az` login in {login.parent}", account | {"use_azure_cli": True})
     identity = "/metadata/identity/oauth2/token"
     query = "api-version=2019-08-01&resource=https%3A%2F%2Fstorage.azure.com"
@@ -170,12 +170,16 @@ def _azure(account: dict[str, Any]) -> Signing | str:
     return f"no key, token or identity in AZURE_*, no `az` login in {login.parent}, no identity of the machine"
 
 
+def _is_readable(path: str | Path) -> bool:
+    return os.path.isfile(path) and os.access(path, os.R_OK)  # not so in the home of another user
+
+
 def _hugging_face() -> Signing | str:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     file = Path(os.path.expanduser(os.environ.get("HF_TOKEN_PATH") or f"{home}/token"))
     if token := os.environ.get("HF_TOKEN", "").strip():
         return _with_headers("HF_TOKEN", {"Authorization": f"Bearer {token}"})
-    if os.path.isfile(file) and (token := file.read_text().strip()):
+    if _is_readable(file) and (token := file.read_text().strip()):
         return _with_headers(str(file), {"Authorization": f"Bearer {token}"})
     return f"no HF_TOKEN in the environment, no {file}"
 
