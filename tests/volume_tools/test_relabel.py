@@ -397,7 +397,9 @@ def test_changes_too_small_to_change_a_voxel_are_said(
 ) -> None:
     for deform, said in (("1e-9", True), ("1", False)):
         assert relabel(stack[0], tmp_path / f"{deform}.zarr", f"--deform={deform}", "--deform-length=12") == 0
-        assert ("no voxel has changed, so" in capsys.readouterr().err) == said
+        assert ("no voxel of the labels has changed" in capsys.readouterr().err) == said
+    assert relabel(stack[1], tmp_path / "boundaries.zarr", "--boundary") == 0
+    assert "no voxel" not in capsys.readouterr().err, "none was to change"
 
 
 def test_what_cannot_be_changed_is_refused_and_nothing_written(

@@ -59,7 +59,8 @@ def relabel_volume(
     with ExitStack() as opened:
         volumes = {name: opened.enter_context(open_volume(each, nan="keep")) for name, each in given.items()}
         box = _checked_box(box, volumes)
-        if changes == Changes(deform_length=changes.deform_length, within=changes.within) and not boundary:
+        asked = changes != Changes(deform_length=changes.deform_length, within=changes.within)
+        if not asked and not boundary:
             raise ConfigError("no change is asked for, so this would be a copy; add e.g. --deform 4")
         about = {n: [v.name, metadata_hash(v.array), v.stored_stamp(box)] for n, v in volumes.items()}
         record = {"instances": None, **about, "boundary": boundary, "box": [list(end) for end in box], "seed": seed}
@@ -75,8 +76,8 @@ def relabel_volume(
         old = (None, first) if boundary else (first, second)
         changed = change_labels(*old, changes, seed)
         same: Any = np.array_equal  # also of two None
-        if all(map(same, old, (changed.classes, changed.instances))):
-            log.warning("no voxel has changed, so %s is a copy; ask for larger changes", out)
+        if asked and all(map(same, old, (changed.classes, changed.instances))):
+            log.warning("no voxel of the labels has changed; ask for larger changes")
         new = [changed.classes, changed.instances]
         if boundary and changed.instances is not None:
             new[0] = boundaries(changed.instances)
