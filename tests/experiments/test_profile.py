@@ -63,6 +63,8 @@ def test_a_profile_changes_nothing_that_affects_a_step() -> None:
     differ = {name for name in before if before[name] != after[name]}
     assert differ <= {"steps_per_epoch", "epochs", "max_steps", "save_every", "preview_every"}
     assert changed.stop_step >= 2 * 20
+    stopped = config.with_training(epochs=1000, max_steps=2, warmup_steps=500)
+    assert profiled(stopped, "p", steps=20).stop_step >= 2 * 20, "a long warm-up does not fit into it"
 
 
 def assert_parts_are_all_of_the_time(run: Path, page: str, first: int, last: int) -> None:

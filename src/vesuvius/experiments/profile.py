@@ -124,7 +124,8 @@ def profiled(config: Config, name: str, steps: int) -> Config:
     training: dict[str, Any] = {"validate_every": 0}
     least = 2 * (MOST_WARM_STEPS + steps + _TRACED_STEPS)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:
-        training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
+        warmup = min(config.training.warmup_steps, least - 1)
+        training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None, "warmup_steps": warmup}
     return trial_config(config, name, training, {"verdict_every": NEVER})
 
 
