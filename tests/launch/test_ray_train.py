@@ -15,8 +15,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from vesuvius.config import ClusterConfig, TrainingConfig
-from vesuvius.config.load import read_config
+from vesuvius.config import ClusterConfig, TrainingConfig, load
+from vesuvius.config.load import read_config, read_source
 from vesuvius.errors import EXIT_STOPPED, ConfigError, DataError, VesuviusError
 from vesuvius.launch import ray_train
 from vesuvius.launch.launch import resolve_ranks
@@ -37,7 +37,8 @@ def job(tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RANK", "0")
     path = tiny_config(training={"ranks": 4, "workers": 3}, cluster={"min_ranks": 2, "max_restarts": 7})
     (place := tmp_path / "notes").mkdir()
-    return {"request": Request(read_config(path), path, False), "folder": place, "directory": tmp_path, "began": 0.0}
+    request = Request(read_config(path), path, False)
+    return {"request": request, "folder": place, "directory": tmp_path, "began": 0.0, "text": path.read_bytes()}
 
 
 def test_the_trainer_has_the_resources_and_options_of_the_config(job: dict[str, Any]) -> None:
@@ -49,6 +50,19 @@ def test_the_trainer_has_the_resources_and_options_of_the_config(job: dict[str, 
     assert asked.scaling_config.resources_per_worker == needs
     assert asked.run_config.failure_config.max_failures == 7
     assert ".ray_train/tiny-" in asked.run_config.storage_path
+
+
+def test_ranks_keep_the_text_of_the_config_that_the_command_read(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a pipe of the command, edited while Ray starts, or not be on the machine of rank 0."""
+    source, text = job["request"].source, job["text"]
+    source.unlink()
+    asked: Any = ray_train.make_trainer(job["request"], 4, {"CPU": 4.0}, Path("runs/.ray_train/tiny-1"), {})
+    assert asked.train_loop_config["text"] == text
+    monkeypatch.setattr(load, "_read", {})  # as in another process
+    monkeypatch.setattr(ray_train, "train_as_rank", lambda request, **_: int(read_source(request.source) != text))
+    assert ray_train.run_rank(job) == (0, "")
 
 
 def test_a_restarted_rank_0_resumes_and_only_restartable_errors_reach_ray_train(

@@ -191,6 +191,11 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 # ---- from files and settings
 
 
+def keep_source(path: Path, text: bytes) -> None:
+    """Let `read_source` return this text, which another process has read, perhaps on another machine."""
+    _read[path.absolute()] = text
+
+
 def _tree_of(text: str, source: str) -> tuple[dict[str, Any], Lines]:
     """Return the values and lines of one file; raises ConfigError if it is not YAML or has no keys at the top level."""
     tree, lines = read_yaml(text, source)

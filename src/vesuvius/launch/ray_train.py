@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vesuvius.config import Config
+from vesuvius.config.load import keep_source, read_source
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line, storage_errors
 from vesuvius.runlog.files import write_atomically
 from vesuvius.runlog.logfile import close_logs, silence
@@ -94,7 +95,8 @@ def make_trainer(
     os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
     return TorchTrainer(
         rank,
-        train_loop_config={"request": request, "folder": folder, "directory": os.getcwd(), "began": time.time()},
+        train_loop_config={"request": request, "folder": folder, "directory": os.getcwd(), "began": time.time()}
+        | {"text": read_source(request.source)},
         torch_config=TorchConfig(
             backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=int(60 * cluster.rank_timeout_minutes)
         ),
@@ -133,8 +135,8 @@ def check_room(config: Config, nodes: list[dict[str, float]]) -> dict[str, float
 def run_rank(job: dict[str, Any]) -> tuple[int, str]:
     """Train as a rank in a worker of Ray Train; returns the exit code, and the error if it is not in the run's log.
 
-    `job`: `request`, `folder` of the shared files, working `directory`, `began` (start of the command).  Raises what a
-    restart of all ranks by Ray Train may fix: RankLostError, and errors of a GPU or the network.
+    `job`: `request`, `folder` of the shared files, working `directory`, `began` (start of the command), `text` of the
+    config.  Raises what a restart of all ranks by Ray Train may fix: RankLostError, and errors of a GPU or the network.
     """
     logger, ended, folder = logging.getLogger("vesuvius"), threading.Event(), job["folder"]
     logger.setLevel(logging.INFO)
@@ -147,6 +149,7 @@ def run_rank(job: dict[str, Any]) -> tuple[int, str]:
             (folder / _STARTED).touch()
             threading.Thread(target=_follow, args=(folder, stop, ended), name="command", daemon=True).start()
         os.chdir(job["directory"])
+        keep_source(request.source, job["text"])
         return train_as_rank(request, stop=stop), ""
     except Exception as error:
         known, restarts = isinstance(error, VesuviusError), is_restartable(error)
