@@ -35,10 +35,9 @@ _SPECK = 0.02  # largest share of an instance in a part that rounding cut off, w
 _TRIES = 20  # places tried for each tear
 _FAILURES = 10  # tears in a row, after which no more are tried
 _TEAR_WIDTH = 4.0
-_VOXELS = 10_000
 _RANGES = {
-    **dict.fromkeys(("deform", "bend", "within"), (0, _VOXELS)),
-    "deform_length": (1, _VOXELS),
+    **dict.fromkeys(("deform", "bend", "within"), (0, 10_000)),
+    "deform_length": (1, 10_000),
     "contact": (0, 1),
     "thicken": (-100, 100),
 }
@@ -117,8 +116,7 @@ def check_changes(changes: Changes, has_instances: bool) -> None:
     """Raise ConfigError if a change is out of range, or needs instances that there are not."""
     for name, (low, high) in _RANGES.items():
         if not low <= (value := getattr(changes, name)) <= high:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {value:g} is not between {low} and {high}; change it")
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g} is not between {low} and {high}; change it")
     if changes.deform_length != Changes.deform_length and not changes.deform:
         raise ConfigError(f"--deform-length {changes.deform_length:g} has no effect without --deform; add --deform 4")
     if 0 < abs(changes.thicken) < 1:
@@ -139,8 +137,7 @@ def displacement(
     """
     by = np.zeros((3, *shape_zyx), np.float32)
     for axis in range(3) if rms else ():
-        terms = np.ones((1, 1, 1))
-        waves = []
+        terms, waves = np.ones((1, 1, 1)), []
         for other, (size, length) in enumerate(zip(shape_zyx, lengths, strict=True)):
             first = int(other == axis)
             modes = np.arange(first, max(first, math.ceil(1.43 * size / length)) + 1)  # beyond, below 1 %

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import zarr
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vesuvius.accelerator import choose_device
 from vesuvius.config import ArrayConfig, Triple
@@ -38,7 +37,6 @@ from vesuvius.runlog.files import free_disk_bytes, write_atomically
 from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.units import format_count, format_duration, format_size, format_sizes
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
-from vesuvius.training.step.feed import StoredCondition
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import PartialCopy, check_name, has_partial, is_finished, partial_path
 from vesuvius.volume_tools.pyramid import Pyramid, levels_to_one
@@ -84,9 +82,9 @@ def generate_volume(request: VolumeRequest, on_progress: OnProgress = lambda wha
                 return f"{out} is already complete: {shape}, generated with the same arguments"
             active = volume.active_blocks(note := folder / "live_blocks")
             if not active:
-                none = "missing, so it is copied; mark what to fill with --mask"
-                none = none if request.inputs.mask is None else "marked by --mask, so it is copied; check both volumes"
-                log.warning("No voxel of --inpaint is %s", none)
+                none = ("missing", "mark what to fill with --mask")
+                none = none if request.inputs.mask is None else ("marked by --mask", "check both volumes")
+                log.warning("No voxel of --inpaint is %s, so it is copied; %s", *none)
             if not has_partial(out, RECORD_KIND):
                 volume.check_space(active)
             volume.write_labels()
@@ -388,15 +386,13 @@ def prepared(request: VolumeRequest) -> Iterator[_Volume]:
             assert opened.shape_zyx is not None
             sizes = f"{format_sizes(request.shape_zyx)} differs from --box ({format_sizes(opened.shape_zyx)})"
             raise ConfigError(f"--shape {sizes}; remove --shape, or change --box")
-        volume = _Volume(replace(request, checkpoint=info.checkpoint), info, opened)
-        yield volume
+        yield _Volume(replace(request, checkpoint=info.checkpoint), info, opened)
 
 
 def _evaluate_by(network: Network, job: SamplingJob) -> steps.Evaluate:
-    def evaluate(step: int, x: Tensor, condition: StoredCondition | None) -> Tensor:
-        return network.estimate_for(condition, len(x))(x.to(network.device), job.passes[step].level)[0]
-
-    return evaluate
+    return lambda step, x, condition: network.estimate_for(condition, len(x))(
+        x.to(network.device), job.passes[step].level
+    )[0]
 
 
 def _open_runner(job: SamplingJob, folder: Path, request: GenerateRequest) -> SamplingRunner:
