@@ -279,7 +279,7 @@ def test_what_is_moved_away_while_it_is_written_puts_nothing_into_its_successor(
         if not (tmp_path / "away").exists():
             successor.rename(tmp_path / "away")
             if replaced:
-                successor.mkdir()
+                successor.mkdir(exist_ok=True)  # a writer may have been faster
 
     def write() -> None:
         if "tiles" in what:
