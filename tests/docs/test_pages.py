@@ -104,7 +104,7 @@ def test_links_between_files_exist_in_the_checkout_too() -> None:
 @pytest.fixture(scope="module")
 def after_the_guide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder after all commands of the user guide, from the first to the last."""
-    tifffile = pytest.importorskip("tifffile")
+    tifffile = pytest.importorskip("tifffile", reason="tifffile is not installed, which [dev] brings")
     folder = tmp_path_factory.mktemp("pages")
     (folder / "bin").mkdir()
     (folder / "bin/vesuvius").write_text(FEWER)
@@ -127,7 +127,10 @@ def test_every_command_of_a_page_runs_after_the_guide(page: str, after_the_guide
 
 @pytest.mark.long
 def test_the_notebook_runs_from_a_volume_to_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    nbformat, nbclient = (
+        pytest.importorskip(name, reason=f"{name} is not installed, which [dev] brings")
+        for name in ("nbformat", "nbclient")
+    )
     notebook = nbformat.read(REPOSITORY / "examples/first_volume.ipynb", as_version=4)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": tmp_path}}).execute()

@@ -38,7 +38,7 @@ def labels(tmp_path: Path) -> str:
 
 def example(name: str, *needs: str) -> Any:
     for each in needs:
-        pytest.importorskip(each)
+        pytest.importorskip(each, reason=f"{each} is not installed, which [dev] brings")
     return importlib.import_module(name)
 
 
@@ -137,7 +137,7 @@ def test_pairs_whose_labels_a_segmenter_does_not_recover_are_dropped(
 
 
 def test_nnunet_gets_every_voxel_of_the_pairs_on_the_grid_of_the_scan(tmp_path: Path, scan: str) -> None:
-    example_module, nibabel = example("export_nnunet", "nibabel"), pytest.importorskip("nibabel")
+    example_module, nibabel = example("export_nnunet", "nibabel"), importlib.import_module("nibabel")
     voxels = np.random.default_rng(0).integers(0, 3, (8, 20, 11), np.uint16)
     for part, sign in (("images/7", 1000), ("labels/7_labels", 0)):
         write_group(tmp_path / f"pairs/{part}.zarr", (voxels + sign).astype(np.uint16), [2.0, 3.0, 4.0])
